@@ -1,0 +1,367 @@
+"""Every setting, once: strict typed models, read from TOML, overridden by `--set a.b=c`.
+
+A recipe is a chain of stages, each of which starts from the model that the last one made. Nothing here imports
+torch. What a setting names (an environment, a loss) is resolved by the room that owns it, before work starts.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from strop.errors import ConfigError
+
+Positive = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+#: A run's and a stage's name become file names.
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=80)]
+
+
+class Settings(BaseModel):
+    """Base of every table: unknown keys are errors, types are strict, values don't change afterwards."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class LoraSettings(Settings):
+    """Train a low-rank adapter instead of all weights (Hu et al. 2021, arXiv:2106.09685)."""
+
+    rank: Positive = 16
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    targets: list[str] | Literal["all-linear"] = "all-linear"
+
+
+class ModelSettings(Settings):
+    """Which model is trained."""
+
+    name: str = "smollm2"  # a start model's name, a local folder, or a hub name
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of compute; auto: bfloat16 where the CPU or GPU has it
+    lora: LoraSettings | None = None
+
+
+class SamplerSettings(Settings):
+    """Where tokens are sampled."""
+
+    kind: Literal["embedded"] = "embedded"
+    slots: Positive = 64  # sequences decoded at once
+    max_context: Positive = 1024  # tokens of a whole conversation
+    queue_limit: Positive = 4096  # waiting requests; further callers wait for a place
+
+
+class LearnerSettings(Settings):
+    """How a batch becomes an update."""
+
+    kind: Literal["embedded"] = "embedded"
+    tokens_per_micro_batch: Positive = 4096
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    betas: tuple[float, float] = Field((0.9, 0.999), strict=False)
+    epsilon: Annotated[float, Field(gt=0)] = 1e-8
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+
+
+class AgentSettings(Settings):
+    """How the model acts on a task."""
+
+    kind: Literal["single_reply", "tool_loop"] = "single_reply"
+    max_tokens: Positive = 128  # sampled tokens of one reply
+    max_turns: Positive = 8  # replies of one attempt (tool_loop)
+
+
+class EnvironmentSettings(Settings):
+    """What is attempted."""
+
+    name: str  # a built-in one, "package.module:Class", or "path/to/file.py:Class"
+    options: dict[str, Any] = {}
+    agent: AgentSettings = AgentSettings()
+
+
+class EvaluationSettings(Settings):
+    """Scoring on held-out tasks."""
+
+    tasks: Annotated[int, Field(ge=0)] = 200  # the first so many of the split; 0: no evaluation
+    split: str = "test"
+    attempts: Positive = 1  # of each task
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    every: Annotated[int, Field(ge=0)] = 0  # steps between evaluations inside a stage; 0: between stages only
+
+
+class CostSettings(Settings):
+    """What this machine costs."""
+
+    machine: str = "auto"  # a key of the price file; auto: this machine's vCPUs
+    usd_per_hour: Annotated[float, Field(ge=0)] | None = None  # of the whole machine; beats `machine`
+    target_points: float | None = None  # for "dollars until the gain's lower bound passed it"
+
+
+class CheckpointSettings(Settings):
+    """When the state is saved. The end of a stage always is."""
+
+    every: Annotated[int, Field(ge=0)] = 0  # steps; 0: at the end of the stage
+    keep: Positive = 2  # newest ones kept in each stage
+
+
+class ScheduleSettings(Settings):
+    """Learning rate over a stage's steps."""
+
+    learning_rate: Annotated[float, Field(gt=0)]
+    kind: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    final_share: Share = 0.0  # of the learning rate, at the last step (linear, cosine)
+
+
+class Named(BaseModel):
+    """A function that a recipe names, with its options: `{name = "grpo", divide_by_std = false}`."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    name: str
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Everything but the name."""
+        return dict(self.model_extra or {})
+
+
+class LossSettings(Named):
+    """One component of the loss."""
+
+    weight: float = 1.0
+
+
+class CollectSettings(Settings):
+    """How attempts are kept in flight and made into batches."""
+
+    groups: Positive = 8  # trained on in one step
+    group_size: Annotated[int, Field(ge=2)] = 8
+    staleness: Annotated[int, Field(ge=0)] = 0  # most weight versions between sampling and training; 0: synchronous
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    allow_truncated_sampling: bool = False  # top_p, top_k and min_p renormalise: the ratio of an unchanged policy isn't 1
+    in_flight: Positive = 256  # attempts at once
+    dynamic_sampling: bool = False  # groups without variance are replaced by further ones (DAPO)
+    max_replacement_rounds: Annotated[int, Field(ge=0)] = 3  # then a smaller batch is trained
+    oversample: Annotated[int, Field(ge=0)] = 0  # extra members; the group is complete with the first group_size to finish
+    retries: Annotated[int, Field(ge=0)] = 2  # of an attempt that the system failed
+    attempt_seconds: Seconds = 300.0
+    group_seconds: Seconds = 600.0  # then the group is used with the members it has, if two are scored
+    stall_seconds: Seconds = 900.0  # a batch that takes longer ends the run, resumable
+    max_failed_share: Share = 0.5  # of the last 64 attempts; above it the run stops with a diagnosis
+    mask_truncated: bool = False  # attempts that ran into the token limit carry no loss
+
+    @model_validator(mode="after")
+    def _truncation_is_meant(self) -> Self:
+        if (self.top_p < 1 or self.top_k or self.min_p) and not self.allow_truncated_sampling:
+            raise ValueError(
+                "top_p, top_k and min_p renormalise the distribution, so the trained ratio no longer starts at 1; "
+                "leave them off, or set allow_truncated_sampling = true if it is meant"
+            )
+        return self
+
+
+class OverlongSettings(Settings):
+    """DAPO's soft overlong penalty (arXiv:2503.14476, eq. 13), on the sampled tokens of an attempt."""
+
+    max_tokens: Positive
+    window: Positive
+
+
+class StageSettings(Settings):
+    """What every stage has. A table given here replaces the recipe's."""
+
+    name: Name
+    steps: Positive
+    schedule: ScheduleSettings
+    environment: EnvironmentSettings | None = None
+    evaluation: EvaluationSettings | None = None
+    checkpoints: CheckpointSettings = CheckpointSettings()
+
+
+class SFTSettings(StageSettings):
+    """Supervised fine-tuning on an environment's demonstrations."""
+
+    kind: Literal["sft"]
+    batch_size: Positive = 8  # conversations in one step
+    demonstrations: Positive = 1024  # distinct ones, drawn once
+
+
+class RLSettings(StageSettings):
+    """Reinforcement learning on scored attempts."""
+
+    kind: Literal["rl"]
+    collect: CollectSettings = CollectSettings()
+    advantage: Named = Named(name="grpo")
+    loss: list[LossSettings] = [LossSettings(name="ppo_clip")]
+    overlong: OverlongSettings | None = None
+
+
+Stage = Annotated[SFTSettings | RLSettings, Field(discriminator="kind")]
+
+
+class Recipe(Settings):
+    """A whole training run."""
+
+    name: Name
+    seed: int = 0
+    threads: Annotated[int, Field(ge=0)] = 0  # of torch; 0: all cores
+    model: ModelSettings = ModelSettings()
+    sampler: SamplerSettings = SamplerSettings()
+    learner: LearnerSettings = LearnerSettings()
+    environment: EnvironmentSettings | None = None
+    evaluation: EvaluationSettings = EvaluationSettings()
+    costs: CostSettings = CostSettings()
+    stages: Annotated[list[Stage], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _stages_fit(self) -> Self:
+        names = [stage.name for stage in self.stages]
+        if doubled := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"two stages are called {doubled[0]!r}; every stage needs a name of its own")
+        for stage in self.stages:
+            environment = self.environment_of(stage)
+            if environment is None:
+                raise ValueError(f"stage {stage.name!r} has no environment; add an [environment] table to the recipe")
+            if environment.agent.max_tokens >= self.sampler.max_context:
+                raise ValueError(
+                    f"environment.agent.max_tokens = {environment.agent.max_tokens} leaves no room for a prompt in "
+                    f"sampler.max_context = {self.sampler.max_context}; raise the one or lower the other"
+                )
+        return self
+
+    def environment_of(self, stage: StageSettings) -> EnvironmentSettings:
+        """The stage's environment, or the recipe's."""
+        return stage.environment or self.environment  # type: ignore[return-value]  # checked by _stages_fit
+
+    def evaluation_of(self, stage: StageSettings) -> EvaluationSettings:
+        """The stage's evaluation, or the recipe's."""
+        return stage.evaluation or self.evaluation
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe.
+
+    Args:
+        path: a TOML file.
+        overrides: "a.b=c" each; c is TOML, or else a plain string. A stage is named: "stages.rl.steps=3".
+
+    Raises:
+        ConfigError: names the key, what is wrong and what would be right.
+    """
+    path = Path(path)
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(str(path), "there is no such file", "Name a recipe, for example recipes/quickstart.toml") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(str(path), f"it can't be read ({error})", "Name a readable TOML file") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(str(path), f"it is not valid TOML: {error}", "Mend that line") from None
+    for override in overrides:
+        _override(table, override)
+    return parse_recipe(table)
+
+
+def parse_recipe(table: Mapping[str, Any]) -> Recipe:
+    """A recipe from a parsed TOML table; errors as in `load_recipe`."""
+    try:
+        return Recipe.model_validate(table)
+    except ValidationError as error:
+        raise _explain(error, table) from None
+
+
+def _override(table: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"--set {override}", "it has no '='", "Write --set a.b=value")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()
+    parts = key.strip().split(".")
+    at: Any = table
+    for number, part in enumerate(parts):
+        last = number == len(parts) - 1
+        if isinstance(at, list):
+            named = [i for i, entry in enumerate(at) if isinstance(entry, dict) and entry.get("name") == part]
+            if not named:
+                names = ", ".join(str(entry.get("name")) for entry in at if isinstance(entry, dict))
+                raise ConfigError(f"--set {key}", f"there is no {parts[number - 1]} entry named {part!r}", f"There are: {names}")
+            if last:
+                raise ConfigError(f"--set {key}", "it names a whole stage", f"Name one of its keys: {key}.steps=…")
+            at = at[named[0]]
+        elif not isinstance(at, dict):
+            raise ConfigError(f"--set {key}", f"{'.'.join(parts[:number])} is a value, not a table", "Name a key that is")
+        elif last:
+            at[part] = value
+        else:
+            at = at.setdefault(part, {})
+
+
+def _explain(error: ValidationError, table: Mapping[str, Any]) -> ConfigError:
+    """The first problem in words a user can act on (the others follow once it is mended)."""
+    problem = error.errors()[0]
+    location = [part for part in problem["loc"] if part not in ("sft", "rl")]
+    key = _dotted(location, table)
+    kind, given = problem["type"], problem.get("input")
+    if kind == "extra_forbidden":
+        known = _known_keys(problem["loc"][:-1])
+        close = difflib.get_close_matches(str(location[-1]), known, n=1)
+        hint = f"Did you mean {close[0]!r}?" if close else f"Known here: {', '.join(sorted(known))}"
+        return ConfigError(key, "there is no such key", hint)
+    if kind == "missing":
+        return ConfigError(key, "it is missing", "Add it")
+    if kind == "union_tag_not_found":
+        return ConfigError(f"{key}.kind", "it is missing", "Say kind = \"sft\" or kind = \"rl\"")
+    if kind == "union_tag_invalid":
+        tag = given.get("kind") if isinstance(given, Mapping) else given
+        return ConfigError(f"{key}.kind", f"there is no stage kind {tag!r}", "There are: 'sft', 'rl'")
+    if kind == "value_error":
+        return ConfigError(key or "recipe", str(problem["ctx"]["error"]), "")
+    message = problem["msg"].removeprefix("Input should be ").removeprefix("a valid ")
+    return ConfigError(key, f"{given!r} is not right", f"It should be {message}")
+
+
+def _dotted(location: Iterable[str | int], table: Mapping[str, Any]) -> str:
+    """Key as a user writes it: stages by their names."""
+    parts: list[str] = []
+    at: Any = table
+    for part in location:
+        try:
+            at = at[part]
+        except (KeyError, IndexError, TypeError):
+            at = None
+        if isinstance(part, int):
+            name = at.get("name") if isinstance(at, Mapping) else None
+            parts.append(str(name if name is not None else part))
+        else:
+            parts.append(part)
+    return ".".join(parts)
+
+
+def _known_keys(location: Sequence[str | int]) -> list[str]:
+    """Keys of the table at `location` of a recipe."""
+    model: Any = Recipe
+    for part in location:
+        if isinstance(part, int):
+            continue
+        if part in ("sft", "rl"):
+            model = SFTSettings if part == "sft" else RLSettings
+        elif isinstance(model, type) and issubclass(model, BaseModel) and part in model.model_fields:
+            model = _model_in(model.model_fields[part].annotation)
+    return list(model.model_fields) if isinstance(model, type) and issubclass(model, BaseModel) else []
+
+
+def _model_in(annotation: Any) -> Any:
+    """The settings class inside an annotation such as `EvaluationSettings | None`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    for inner in getattr(annotation, "__args__", ()):
+        if (found := _model_in(inner)) is not None:
+            return found
+    return None
