@@ -25,6 +25,10 @@ class ModelError(StropError):
     """A model can't be found, loaded or saved."""
 
 
+class WeightsError(StropError):
+    """An update of the weights was dropped, empty, stale or broken off."""
+
+
 class EnvironmentProblem(StropError):
     """An environment can't be loaded, or breaks its protocol."""
 
@@ -35,6 +39,10 @@ class RunError(StropError):
 
 class BatchError(StropError):
     """A training batch can't be trained on: empty, too long, or inconsistent."""
+
+
+class EvaluationError(StropError):
+    """An evaluation can't be read, estimated from, or compared."""
 
 
 class StallError(StropError):

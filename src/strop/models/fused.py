@@ -1,0 +1,209 @@
+"""A plain description of a Llama-family decoder whose projections are fused, sharing storage with the HF module.
+
+`fuse` lays q, k, v (and gate, up) of every layer into one contiguous tensor and makes the module's parameters views
+of it: one copy of the weights, fewer and larger matrix products, and the module's own forward, `state_dict` and
+`load_state_dict` work on as before. How the decoder is run is not here: samplers and learners each have their pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+#: transformers classes whose decoder layers have the layout that `DecoderLayer` describes.
+FUSED_MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+#: rotary embeddings whose frequencies depend on nothing but the configuration.
+STATIC_ROPE = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """One tensor of weights, stored once.
+
+    Attributes:
+        name: unique within the model; the parameter's own name where it stands for one parameter.
+        tensor: what kernels read. A leaf that can carry a gradient.
+        parts: name in the HF module and number of rows (first dimension) of each parameter that is a view of it.
+    """
+
+    name: str
+    tensor: Tensor
+    parts: tuple[tuple[str, int], ...]
+
+    def split(self, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Views of `tensor` (of this weight's shape: a master copy, a gradient, a moment) by HF parameter name."""
+        if len(self.parts) == 1:
+            yield self.parts[0][0], tensor
+            return
+        start = 0
+        for name, rows in self.parts:
+            yield name, tensor[start : start + rows]
+            start += rows
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """Weights of one layer; None where the model has none. Matrices are (out, in), as `torch.nn.functional.linear`
+    takes them.
+
+    Attributes:
+        input_norm, post_norm: RMSNorm weights before attention and before the MLP.
+        qkv, qkv_bias: rows of q (heads × head_dim), then k, then v (kv_heads × head_dim each).
+        q_norm, k_norm: RMSNorm weights over head_dim, applied before the rotary embedding (Qwen3).
+        out, out_bias: attention's output projection.
+        gate_up, gate_up_bias: rows of gate (intermediate), then up.
+        down, down_bias: the MLP's output projection; its input is silu(gate) · up.
+    """
+
+    input_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    out: Tensor
+    out_bias: Tensor | None
+    post_norm: Tensor
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """A pre-norm decoder with rotary positions, grouped-query attention and a gated SiLU MLP.
+
+    Attributes:
+        hidden, intermediate, heads, kv_heads, head_dim, vocab: sizes.
+        norm_eps: epsilon inside every RMSNorm.
+        attention_scale: multiplies q·k.
+        inverse_frequencies: (head_dim / 2,) fp32; the angle of position p is p times it, halves rotated as HF does
+            (first half with second half).
+        rope_scale: multiplies cos and sin (1 except for yarn).
+        embedding: (vocab, hidden).
+        head: (vocab, hidden); the same tensor as `embedding` where the two are tied.
+        layers: from first to last.
+        final_norm: RMSNorm weight before the head.
+    """
+
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    norm_eps: float
+    attention_scale: float
+    inverse_frequencies: Tensor
+    rope_scale: float
+    embedding: Tensor
+    head: Tensor
+    layers: tuple[DecoderLayer, ...]
+    final_norm: Tensor
+
+    def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin of `positions`, each (*positions.shape, head_dim), in the compute dtype, as HF computes them."""
+        angles = positions[..., None].float() * self.inverse_frequencies
+        angles = torch.cat((angles, angles), dim=-1)
+        dtype = self.embedding.dtype
+        return (angles.cos() * self.rope_scale).to(dtype), (angles.sin() * self.rope_scale).to(dtype)
+
+
+def fusable(model: Any) -> bool:
+    """Whether `model` is a decoder that `fuse` understands: family, activation, static rotary, full attention."""
+    if type(model).__name__ not in FUSED_MODELS or not type(model).__module__.startswith("transformers."):
+        return False
+    config = model.config
+    parameters = dict(model.named_parameters())
+    plain = all(type(module) is nn.Linear for name, module in model.named_modules() if name.endswith("_proj"))
+    windowed = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    one_dtype = len({parameter.dtype for parameter in parameters.values()}) == 1
+    return plain and one_dtype and not windowed and rope in STATIC_ROPE and config.hidden_act == "silu"
+
+
+def fuse(model: Any) -> tuple[Decoder, list[Weight]]:
+    """Fuse `model`'s projections in place.
+
+    Args:
+        model: one for which `fusable` is true. Its parameters become views of the fused tensors; don't move or cast
+            it afterwards (that would break the sharing, see `Policy.publish`).
+
+    Returns:
+        The description, and every weight once, in the order of the module's parameters.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    weights: list[Weight] = []
+
+    def take(*owners: Any, attribute: str = "weight") -> Tensor | None:
+        """The parameter `attribute` of the owners as one tensor of which theirs become views."""
+        parameters = [parameter for owner in owners if (parameter := getattr(owner, attribute, None)) is not None]
+        if not parameters:
+            return None
+        parts = tuple((names[id(parameter)], parameter.shape[0]) for parameter in parameters)
+        tensor = parameters[0].data if len(parameters) == 1 else torch.cat([p.data for p in parameters])
+        weight = Weight(_common_name([name for name, _ in parts]), tensor.requires_grad_(), parts)
+        for parameter, (_, view) in zip(parameters, weight.split(tensor.detach()), strict=True):
+            parameter.data = view
+        weights.append(weight)
+        return tensor
+
+    def need(*owners: Any) -> Tensor:
+        tensor = take(*owners)
+        if tensor is None:
+            raise TypeError(f"{owners} have no weight")
+        return tensor
+
+    def layer_of(block: Any) -> DecoderLayer:
+        attention, mlp = block.self_attn, block.mlp
+        qkv = (attention.q_proj, attention.k_proj, attention.v_proj)
+        gate_up = (mlp.gate_proj, mlp.up_proj)
+        return DecoderLayer(
+            input_norm=need(block.input_layernorm),
+            qkv=need(*qkv),
+            qkv_bias=take(*qkv, attribute="bias"),
+            q_norm=need(attention.q_norm) if hasattr(attention, "q_norm") else None,
+            k_norm=need(attention.k_norm) if hasattr(attention, "k_norm") else None,
+            out=need(attention.o_proj),
+            out_bias=take(attention.o_proj, attribute="bias"),
+            post_norm=need(block.post_attention_layernorm),
+            gate_up=need(*gate_up),
+            gate_up_bias=take(*gate_up, attribute="bias"),
+            down=need(mlp.down_proj),
+            down_bias=take(mlp.down_proj, attribute="bias"),
+        )
+
+    config, body = model.config, model.model
+    embedding = need(body.embed_tokens)
+    layers = tuple(layer_of(block) for block in body.layers)
+    final_norm = need(body.norm)
+    tied = model.lm_head.weight is body.embed_tokens.weight
+    decoder = Decoder(
+        hidden=config.hidden_size,
+        intermediate=config.intermediate_size,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=body.layers[0].self_attn.head_dim,
+        vocab=embedding.shape[0],
+        norm_eps=config.rms_norm_eps,
+        attention_scale=body.layers[0].self_attn.scaling,
+        inverse_frequencies=body.rotary_emb.inv_freq.float(),
+        rope_scale=body.rotary_emb.attention_scaling,
+        embedding=embedding,
+        head=embedding if tied else need(model.lm_head),
+        layers=layers,
+        final_norm=final_norm,
+    )
+    return decoder, weights
+
+
+def _common_name(names: list[str]) -> str:
+    """`a.q_proj.weight`, `a.k_proj.weight` → `a.q_proj+k_proj.weight`."""
+    if len(names) == 1:
+        return names[0]
+    pieces = [name.split(".") for name in names]
+    return ".".join([*pieces[0][:-2], "+".join(piece[-2] for piece in pieces), pieces[0][-1]])
