@@ -28,7 +28,7 @@ def written_whole(path: Path) -> Iterator[Path]:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield beside
         flush_to_disk(beside)
-        os.replace(beside, path)
+        beside.replace(path)
         flush_to_disk(path.parent)
     except OSError as error:
         _remove(beside)
@@ -45,7 +45,7 @@ def remove_folder(path: Path) -> None:
     """Remove a folder so that a kill in the middle leaves no half of it under its name."""
     if path.exists():
         gone = path.with_name(f".{path.name.strip('.')}.{os.getpid()}.part")
-        os.replace(path, gone)
+        path.replace(gone)
         shutil.rmtree(gone, ignore_errors=True)
 
 

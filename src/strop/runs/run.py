@@ -286,7 +286,9 @@ def _lock(path: Path) -> int:
     try:
         descriptor = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
-        raise RunError(f"{path} can't be written ({error.strerror}). Mend its permissions or choose another.") from error
+        raise RunError(
+            f"{path} can't be written ({error.strerror}). Mend its permissions or choose another."
+        ) from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,0 +1,131 @@
+"""One attempt, from opening the environment to its ending: the one place where a failure of the system is told apart
+from a failure of the agent. Deadlines and the taxonomy live here; retries and groups in the collector.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from strop.agents.agent import Agent
+from strop.costs import Ledger
+from strop.environments import Environment
+from strop.errors import AttemptError, StropError
+from strop.rollouts import Failed, FailureKind, Rollout, Scored, Task, derive_seed
+from strop.sampling import Conversation, Renderer, Sampler, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptRunner:
+    """Makes attempts with one agent at tasks of one environment.
+
+    Attributes:
+        environment, agent, sampler, renderer: what an attempt needs.
+        params: how its tokens are sampled; the seed is set for each call.
+        seconds: deadline of ours for a whole attempt.
+        ledger: told what each part of it waits for.
+        clock: seconds since the run began.
+    """
+
+    environment: Environment
+    agent: Agent
+    sampler: Sampler
+    renderer: Renderer
+    params: SamplingParams
+    seconds: float
+    ledger: Ledger
+    clock: Callable[[], float]
+
+    async def run(self, group_id: str, member: int, task: Task, seed: int, tries: int = 1) -> Rollout:
+        """Make one attempt; it always comes back, with an ending.
+
+        Args:
+            group_id: its rollout id is this and the member's number.
+            member: number within the group.
+            task: what to attempt.
+            seed: of the run; the attempt's own derives from it and the rollout id, and is the same at every try.
+            tries: which try this is, counted from 1.
+
+        Raises:
+            asyncio.CancelledError: it was cancelled; it has no ending then.
+            StropError: bad input that no retry would mend (a prompt longer than the context).
+        """
+        rollout = Rollout(f"{group_id}/{member}", task.id, task.environment, member, 0, tries=tries)
+        rollout.seed = derive_seed(seed, rollout.id)
+        rollout.started = self.clock()
+        try:
+            async with asyncio.timeout(self.seconds) as timeout:
+                rollout.ending = await self._act_and_score(task, rollout)
+        except AttemptError as error:
+            rollout.ending = Failed(error.kind, error.reason)
+        except TimeoutError as error:
+            if timeout.expired():
+                rollout.ending = Failed(FailureKind.TIMEOUT, f"the attempt took longer than {self.seconds:g} s")
+            else:
+                rollout.ending = Failed(FailureKind.ENVIRONMENT, _sentence(error))
+        except StropError:
+            raise
+        except Exception as error:
+            rollout.ending = Failed(FailureKind.ENVIRONMENT, _sentence(error))
+        rollout.ended = self.clock()
+        _account(rollout)
+        return rollout
+
+    async def _act_and_score(self, task: Task, rollout: Rollout) -> Scored:
+        with self.ledger.activity("environment"):
+            session = await self.environment.start(task, rollout.seed)
+        try:
+            conversation = Conversation(
+                self.sampler,
+                self.renderer,
+                rollout,
+                replace(self.params, stop_token_ids=tuple(self.renderer.get_stop_token_ids())),
+                tools=task.tools,
+                deadline=time.monotonic() + self.seconds,
+                clock=self.clock,
+            )
+            with self.ledger.activity("environment"):  # a wait: the sampler's own seconds come before it
+                await self.agent.run(task, session, conversation)
+            scoring = self.clock()
+            with self.ledger.activity("scoring"):
+                try:
+                    scored = await session.score(rollout)
+                except (AttemptError, TimeoutError):
+                    raise
+                except Exception as error:
+                    raise AttemptError(FailureKind.SCORER, _sentence(error)) from error
+            rollout.seconds["scoring"] = self.clock() - scoring
+            return _checked(scored)
+        finally:
+            with contextlib.suppress(Exception):  # the attempt has its ending; the environment's own log has the rest
+                await session.close()
+
+
+def _checked(scored: object) -> Scored:
+    """What a scorer gave, if it is a score."""
+    if not isinstance(scored, Scored):
+        raise AttemptError(FailureKind.SCORER, f"the scorer gave {scored!r} instead of a Scored")
+    if (
+        not isinstance(scored.reward, int | float)
+        or scored.reward != scored.reward
+        or abs(scored.reward) == float("inf")
+    ):
+        raise AttemptError(
+            FailureKind.SCORER, f"the scorer gave the reward {scored.reward!r}, which is no finite number"
+        )
+    return scored
+
+
+def _sentence(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:500]
+
+
+def _account(rollout: Rollout) -> None:
+    """Split the attempt's time into the model's calls, scoring and the rest (tools and the environment)."""
+    sampler = sum(call.ended - call.started for call in rollout.calls)
+    scoring = rollout.seconds.get("scoring", 0.0)
+    rollout.seconds["sampler"] = sampler
+    rollout.seconds["environment"] = max(0.0, rollout.ended - rollout.started - sampler - scoring)
