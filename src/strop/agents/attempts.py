@@ -8,14 +8,19 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from strop.agents.agent import Agent
 from strop.costs import Ledger
-from strop.environments import Environment
+from strop.environments.environment import Environment
 from strop.errors import AttemptError, StropError
 from strop.rollouts import Failed, FailureKind, Rollout, Scored, Task, derive_seed
-from strop.sampling import Conversation, Renderer, Sampler, SamplingParams
+from strop.sampling.conversation import Conversation
+from strop.sampling.sampler import Sampler, SamplingParams
+
+if TYPE_CHECKING:
+    from renderers.base import Renderer
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +87,7 @@ class AttemptRunner:
                 self.sampler,
                 self.renderer,
                 rollout,
-                replace(self.params, stop_token_ids=tuple(self.renderer.get_stop_token_ids())),
+                self.params,
                 tools=task.tools,
                 deadline=time.monotonic() + self.seconds,
                 clock=self.clock,
@@ -124,8 +129,6 @@ def _sentence(error: BaseException) -> str:
 
 
 def _account(rollout: Rollout) -> None:
-    """Split the attempt's time into the model's calls, scoring and the rest (tools and the environment)."""
-    sampler = sum(call.ended - call.started for call in rollout.calls)
-    scoring = rollout.seconds.get("scoring", 0.0)
-    rollout.seconds["sampler"] = sampler
-    rollout.seconds["environment"] = max(0.0, rollout.ended - rollout.started - sampler - scoring)
+    """What the conversation and the scorer did not take is the environment's and the tools' time."""
+    known = rollout.seconds.get("sampler", 0.0) + rollout.seconds.get("scoring", 0.0)
+    rollout.seconds["environment"] = max(0.0, rollout.ended - rollout.started - known)
