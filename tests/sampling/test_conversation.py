@@ -166,6 +166,7 @@ async def test_replying_to_nothing_is_an_error(scripted_sampler: Make, rollout: 
 async def test_a_known_models_own_renderer_extends_its_turns(scripted_sampler: Make, rollout: Rollout) -> None:
     sampler = scripted_sampler([CALL + "<|im_end|>", "Three.<|im_end|>"])
     sampler.tokenizer = copy.deepcopy(sampler.tokenizer)
+    sampler.tokenizer.unk_token = None
     markers = ["tool_call", "tool_response", "think"]
     sampler.tokenizer.add_tokens(
         [f"<{close}{marker}>" for marker in markers for close in ("", "/")], special_tokens=True

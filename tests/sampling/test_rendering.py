@@ -247,7 +247,7 @@ def test_chatml_that_handles_tools_itself_is_left_to_its_template(chat_tokenizer
 def test_bad_choices_are_named(chat_tokenizer: Any) -> None:
     with pytest.raises(ModelError, match="no chat template"):
         renderer_for(with_template(chat_tokenizer, None), "some/base-model")
-    with pytest.raises(ModelError, match="no renderer 'qwen99'"):
+    with pytest.raises(ModelError, match="renderer 'qwen99' can't be used"):
         renderer_for(chat_tokenizer, "some/folder", name="qwen99")
     with pytest.raises(ModelError, match="enable_thinking"):
         renderer_for(chat_tokenizer, "some/folder", options={"enable_thinking": False})

@@ -295,8 +295,8 @@ def renderer_for(
         return _renderer_by_template(tokenizer, model_name)
     try:
         return create_renderer(tokenizer, config_from_name(known), chat_template_kwargs=options)
-    except Exception as error:
-        raise ModelError(f"There is no renderer {known!r} for {model_name}: {error}") from error
+    except Exception as error:  # the package raises whatever a wrong name, option or tokenizer runs into
+        raise ModelError(f"The renderer {known!r} can't be used for {model_name}: {error}") from error
 
 
 def _renderer_by_template(tokenizer: Any, model_name: str) -> Renderer:
