@@ -129,6 +129,6 @@ def _sentence(error: BaseException) -> str:
 
 
 def _account(rollout: Rollout) -> None:
-    """What the conversation and the scorer did not take is the environment's and the tools' time."""
-    known = rollout.seconds.get("sampler", 0.0) + rollout.seconds.get("scoring", 0.0)
+    """What the model, the tools and the scorer did not take is the environment's and the agent's own time."""
+    known = sum(rollout.seconds.get(part, 0.0) for part in ("sampler", "tools", "scoring"))
     rollout.seconds["environment"] = max(0.0, rollout.ended - rollout.started - known)
