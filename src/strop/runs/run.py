@@ -21,7 +21,7 @@ from typing import Any
 import tomli_w
 
 from strop.config import Recipe, parse_recipe
-from strop.costs import Ledger
+from strop.costs import Ledger, price_of
 from strop.errors import RunError
 from strop.runs import files
 from strop.runs.events import BadLine, Event, LineLog, now, read_lines
@@ -71,7 +71,7 @@ class Run:
         self.events = LineLog(path / "events.jsonl")
         if resumed:
             leftovers = [str(part.relative_to(path)) for part in files.remove_leftovers(path)]
-            self.log("run", what="resumed", leftovers=leftovers, cut_bytes=self.events.cut)
+            self.log("run", what="resumed", leftovers=leftovers, cut_bytes=self.events.cut, price=_price(recipe))
             for line in damaged:
                 self.warn(f"events.jsonl line {line.number} is damaged ({line.why}) and was passed over")
 
@@ -96,7 +96,7 @@ class Run:
         with files.written_whole(path / "config.toml") as beside:
             beside.write_text(tomli_w.dumps(asked), encoding="utf-8")
         run = cls(path, recipe, resumed=False)
-        run.log("run", what="started", name=recipe.name)
+        run.log("run", what="started", name=recipe.name, price=_price(recipe))
         return run
 
     @classmethod
@@ -279,6 +279,11 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
+
+
+def _price(recipe: Recipe) -> dict[str, Any]:
+    """What this machine costs, for the record: whoever reads the run may sit at another."""
+    return price_of(recipe.costs.machine, recipe.costs.usd_per_hour).as_record()
 
 
 def _lock(path: Path) -> int:
