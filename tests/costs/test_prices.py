@@ -23,7 +23,7 @@ def test_every_entry_is_dated_sourced_and_unique() -> None:
 def test_a_kind_stands_for_its_first_entry_and_case_is_ignored() -> None:
     assert find_price("H100").name == "runpod-h100-sxm"
     assert find_price("aws-p5").usd_per_hour == 6.88
-    with pytest.raises(ConfigError, match="'tpu9'.*h100"):
+    with pytest.raises(ConfigError, match=r"'tpu9'.*h100"):
         find_price("tpu9")
 
 

@@ -6,6 +6,7 @@ Prices are list prices of their date and meant to be overridden. What was done w
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -124,3 +125,25 @@ def machine_price(
 def available_vcpus() -> int:
     """How many logical processors this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def price_of(machine: str = "auto", usd_per_hour: float | None = None) -> MachinePrice:
+    """What a recipe's [costs] table says the machine costs.
+
+    Args:
+        machine: "auto" for this machine's vCPUs at the default price; a vCPU price's name for them at that one; a
+            GPU's kind or price name, alone or counted ("h100", "8 x h100").
+        usd_per_hour: what you pay for the whole machine; beats `machine`.
+
+    Raises:
+        ConfigError: the price isn't known, or a number is negative.
+    """
+    if usd_per_hour is not None or machine == "auto":
+        return machine_price(usd_per_hour=usd_per_hour)
+    match = re.fullmatch(r"(?:(\d+)\s*[x×]\s*)?(\S+)", machine)
+    if match is None:
+        raise ConfigError("costs.machine", f"{machine!r} is no machine", 'Write "auto", "h100" or "8 x h100"')
+    entry, count = find_price(match[2]), match[1]
+    if entry.unit == "vCPU":
+        return machine_price(vcpu=match[2], vcpus=int(count) if count else None)
+    return machine_price(gpus={match[2]: int(count or 1)})
