@@ -122,9 +122,9 @@ class Named(BaseModel):
     name: str
 
     @property
-    def options(self) -> dict[str, Any]:
-        """Everything but the name."""
-        return dict(self.model_extra or {})
+    def spec(self) -> dict[str, Any]:
+        """Name and options as one table."""
+        return {"name": self.name, **(self.model_extra or {})}
 
 
 class LossSettings(Named):
@@ -143,11 +143,15 @@ class CollectSettings(Settings):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=0)] = 0
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    allow_truncated_sampling: bool = False  # top_p, top_k and min_p renormalise: the ratio of an unchanged policy isn't 1
+    allow_truncated_sampling: bool = (
+        False  # top_p, top_k and min_p renormalise: the ratio of an unchanged policy isn't 1
+    )
     in_flight: Positive = 256  # attempts at once
     dynamic_sampling: bool = False  # groups without variance are replaced by further ones (DAPO)
     max_replacement_rounds: Annotated[int, Field(ge=0)] = 3  # then a smaller batch is trained
-    oversample: Annotated[int, Field(ge=0)] = 0  # extra members; the group is complete with the first group_size to finish
+    oversample: Annotated[int, Field(ge=0)] = (
+        0  # extra members; the group is complete with the first group_size to finish
+    )
     retries: Annotated[int, Field(ge=0)] = 2  # of an attempt that the system failed
     attempt_seconds: Seconds = 300.0
     group_seconds: Seconds = 600.0  # then the group is used with the members it has, if two are scored
@@ -257,7 +261,9 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(str(path), "there is no such file", "Name a recipe, for example recipes/quickstart.toml") from None
+        raise ConfigError(
+            str(path), "there is no such file", "Name a recipe, for example recipes/quickstart.toml"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(str(path), f"it can't be read ({error})", "Name a readable TOML file") from None
     except tomllib.TOMLDecodeError as error:
@@ -291,12 +297,16 @@ def _override(table: dict[str, Any], override: str) -> None:
             named = [i for i, entry in enumerate(at) if isinstance(entry, dict) and entry.get("name") == part]
             if not named:
                 names = ", ".join(str(entry.get("name")) for entry in at if isinstance(entry, dict))
-                raise ConfigError(f"--set {key}", f"there is no {parts[number - 1]} entry named {part!r}", f"There are: {names}")
+                raise ConfigError(
+                    f"--set {key}", f"there is no {parts[number - 1]} entry named {part!r}", f"There are: {names}"
+                )
             if last:
                 raise ConfigError(f"--set {key}", "it names a whole stage", f"Name one of its keys: {key}.steps=…")
             at = at[named[0]]
         elif not isinstance(at, dict):
-            raise ConfigError(f"--set {key}", f"{'.'.join(parts[:number])} is a value, not a table", "Name a key that is")
+            raise ConfigError(
+                f"--set {key}", f"{'.'.join(parts[:number])} is a value, not a table", "Name a key that is"
+            )
         elif last:
             at[part] = value
         else:
@@ -317,7 +327,7 @@ def _explain(error: ValidationError, table: Mapping[str, Any]) -> ConfigError:
     if kind == "missing":
         return ConfigError(key, "it is missing", "Add it")
     if kind == "union_tag_not_found":
-        return ConfigError(f"{key}.kind", "it is missing", "Say kind = \"sft\" or kind = \"rl\"")
+        return ConfigError(f"{key}.kind", "it is missing", 'Say kind = "sft" or kind = "rl"')
     if kind == "union_tag_invalid":
         tag = given.get("kind") if isinstance(given, Mapping) else given
         return ConfigError(f"{key}.kind", f"there is no stage kind {tag!r}", "There are: 'sft', 'rl'")

@@ -130,6 +130,11 @@ class Run:
         for listener in self.listeners:
             listener(event)
 
+    def tell(self, kind: str, **fields: Any) -> None:
+        """Tell the listeners something that isn't kept: how far things are."""
+        for listener in self.listeners:
+            listener({"kind": kind, **fields})
+
     def warn(self, sentence: str, **fields: Any) -> None:
         """A plain sentence that people should read."""
         self.log("warning", message=sentence, **fields)

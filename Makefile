@@ -1,0 +1,42 @@
+# Two commands: `make quickstart` and `make test`. Both set up what they need, and can be run again at any time.
+PYTHON ?= python3.11
+VENV   ?= .venv
+# CPU wheels of this release are what the tests run on; any newer torch works: make TORCH=torch quickstart
+TORCH  ?= torch==2.13.0
+RUN    ?= quickstart
+BIN    := $(VENV)/bin
+
+.PHONY: quickstart test test-all lint bench bench-peers chaos setup clean
+
+$(VENV)/.ready: pyproject.toml $(wildcard setup.py)
+	@echo "==> setting up $(VENV) (once, a few minutes)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)" "setuptools>=77"
+	@$(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation -e ".[dev]"
+	@touch $@
+
+setup: $(VENV)/.ready
+
+quickstart: setup
+	@$(BIN)/strop quickstart --name $(RUN)
+
+test: setup
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: setup
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check --fix . && $(BIN)/ruff format . && $(BIN)/mypy
+
+bench: setup
+	$(BIN)/python benchmarks/rollout_overhead.py
+	$(BIN)/python benchmarks/sampler.py
+	$(BIN)/python benchmarks/grpo_step.py
+
+bench-peers: setup
+	bash benchmarks/peers/setup.sh
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info

@@ -1,0 +1,59 @@
+"""Supervised fine-tuning on demonstrations: the same learner, one cross-entropy component, the same checkpoints."""
+
+from __future__ import annotations
+
+import random
+
+from strop.config import SFTSettings
+from strop.errors import ConfigError
+from strop.learning import Schedule, make_losses, pack_demonstrations
+from strop.rollouts import derive_seed
+from strop.sampling.rendering import training_example
+from strop.training.workshop import Workshop
+
+
+async def train_sft(stage: SFTSettings, shop: Workshop, done: int) -> None:
+    """Train a stage.
+
+    Args:
+        stage: the recipe's.
+        shop: what it works with.
+        done: steps that the loaded checkpoint holds already.
+    """
+    run, learner = shop.run, shop.learner
+    examples = demonstrations(stage, shop)
+    losses = make_losses([{"name": "cross_entropy"}])
+    rate = Schedule(steps=stage.steps, **stage.schedule.model_dump()).at
+    for step in range(done, stage.steps):
+        batch = pack_demonstrations([examples[n] for n in batch_numbers(stage, len(examples), step, shop.recipe.seed)])
+        metrics = await shop.work(learner.forward_backward, batch, losses, 1.0)
+        metrics |= await shop.work(learner.step, rate(step))
+        run.log_step(stage.name, step, metrics)
+        await shop.evaluate_if_due(stage, step + 1)
+        shop.checkpoint_if_due(stage, step + 1)
+
+
+def demonstrations(stage: SFTSettings, shop: Workshop) -> list[tuple[list[int], list[bool]]]:
+    """The stage's examples as tokens and masks: the same ones in every process.
+
+    Raises:
+        ConfigError: the environment has none.
+    """
+    environment = shop.environment(stage)
+    drawn = environment.demonstrations(stage.demonstrations, random.Random(shop.seed(stage.name)))
+    if not drawn:
+        raise ConfigError(
+            f"stages.{stage.name}.environment",
+            f"{environment.name} has no demonstrations to fine-tune on",
+            "Name an environment that writes them, or leave the stage out",
+        )
+    return [training_example(shop.renderer, demo.messages, demo.task.tools) for demo in drawn]
+
+
+def batch_numbers(stage: SFTSettings, count: int, step: int, seed: int) -> list[int]:
+    """Numbers of the examples that a step trains on: epochs one after another, each in an order of its own."""
+    numbers = []
+    for place in range(step * stage.batch_size, (step + 1) * stage.batch_size):
+        epoch, within = divmod(place, count)
+        numbers.append(random.Random(derive_seed(seed, stage.name, "epoch", epoch)).sample(range(count), count)[within])
+    return numbers
