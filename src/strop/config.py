@@ -127,12 +127,6 @@ class Named(BaseModel):
         return {"name": self.name, **(self.model_extra or {})}
 
 
-class LossSettings(Named):
-    """One component of the loss."""
-
-    weight: float = 1.0
-
-
 class CollectSettings(Settings):
     """How attempts are kept in flight and made into batches."""
 
@@ -201,7 +195,7 @@ class RLSettings(StageSettings):
     kind: Literal["rl"]
     collect: CollectSettings = CollectSettings()
     advantage: Named = Named(name="grpo")
-    loss: list[LossSettings] = [LossSettings(name="ppo_clip")]
+    loss: list[Named] = [Named(name="ppo_clip")]  # components; each may have a weight
     overlong: OverlongSettings | None = None
 
 

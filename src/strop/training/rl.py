@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import partial
 
 from strop.config import RLSettings
-from strop.learning import Schedule, has_variance, make_advantage, make_losses, pack
+from strop.learning import Schedule, has_variance, make_advantage, make_loss, pack
 from strop.rollouts import Group
 from strop.training.collector import Collector
 from strop.training.metrics import batch_metrics
@@ -26,7 +26,7 @@ async def train_rl(stage: RLSettings, shop: Workshop, done: int) -> None:
         done: steps that the loaded checkpoint holds already. Batches stored after it are trained on again, unsampled.
     """
     run, learner = shop.run, shop.learner
-    advantage, losses = make_advantage(stage.advantage.spec), make_losses([loss.spec for loss in stage.loss])
+    advantage, loss = make_advantage(stage.advantage.spec), make_loss([part.spec for part in stage.loss])
     rate = Schedule(steps=stage.steps, **stage.schedule.model_dump()).at
     rewards = partial(shaped_rewards, overlong=stage.overlong)
     source, seed = shop.tasks(stage), shop.seed(stage.name)
@@ -36,7 +36,7 @@ async def train_rl(stage: RLSettings, shop: Workshop, done: int) -> None:
             metrics = batch_metrics(groups, shop.version)
             batch = pack(groups, advantage, rewards=rewards, mask_truncated=stage.collect.mask_truncated)
             if batch.teaches:
-                metrics |= await shop.work(learner.forward_backward, batch, losses, stage.collect.temperature)
+                metrics |= await shop.work(learner.forward_backward, batch, loss, stage.collect.temperature)
                 metrics |= await shop.work(learner.step, rate(step))  # publishes: every token keeps its own version
             else:
                 run.warn(f"step {step}: no group has any variance in its rewards, so there was nothing to learn from")

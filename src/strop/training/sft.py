@@ -6,7 +6,7 @@ import random
 
 from strop.config import SFTSettings
 from strop.errors import ConfigError
-from strop.learning import Schedule, make_losses, pack_demonstrations
+from strop.learning import Schedule, make_loss, pack_demonstrations
 from strop.rollouts import derive_seed
 from strop.sampling.rendering import training_example
 from strop.training.workshop import Workshop
@@ -22,11 +22,11 @@ async def train_sft(stage: SFTSettings, shop: Workshop, done: int) -> None:
     """
     run, learner = shop.run, shop.learner
     examples = demonstrations(stage, shop)
-    losses = make_losses([{"name": "cross_entropy"}])
+    loss = make_loss([{"name": "cross_entropy"}])
     rate = Schedule(steps=stage.steps, **stage.schedule.model_dump()).at
     for step in range(done, stage.steps):
         batch = pack_demonstrations([examples[n] for n in batch_numbers(stage, len(examples), step, shop.recipe.seed)])
-        metrics = await shop.work(learner.forward_backward, batch, losses, 1.0)
+        metrics = await shop.work(learner.forward_backward, batch, loss, 1.0)
         metrics |= await shop.work(learner.step, rate(step))
         run.log_step(stage.name, step, metrics)
         await shop.evaluate_if_due(stage, step + 1)

@@ -26,7 +26,7 @@ def check(recipe: Recipe) -> None:
     Raises:
         StropError: names the setting, what is wrong and what would be right.
     """
-    from strop.learning import Schedule, make_advantage, make_losses
+    from strop.learning import Schedule, make_advantage, make_loss
 
     price_of(recipe.costs.machine, recipe.costs.usd_per_hour)
     check_model(recipe.model.name)
@@ -52,7 +52,7 @@ def check(recipe: Recipe) -> None:
         Schedule(steps=stage.steps, **stage.schedule.model_dump())
         if isinstance(stage, RLSettings):
             make_advantage(stage.advantage.spec, f"{key}.advantage")
-            make_losses([loss.spec for loss in stage.loss], f"{key}.loss")
+            make_loss([part.spec for part in stage.loss], f"{key}.loss")
             if stage.overlong and stage.overlong.window > stage.overlong.max_tokens:
                 raise ConfigError(f"{key}.overlong.window", "it is longer than max_tokens", "It must be at most max_tokens")
 

@@ -1,0 +1,230 @@
+"""The command line: parse, call, print. Nothing else lives here, and nothing heavy is imported until it is needed."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(
+    name="strop",
+    help="Post-training for agentic language models: attempt, score, update, repeat.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+model_app = typer.Typer(help="Models on this machine.", no_args_is_help=True)
+env_app = typer.Typer(help="Environments.", no_args_is_help=True)
+app.add_typer(model_app, name="model")
+app.add_typer(env_app, name="env")
+
+Runs = Annotated[Path, typer.Option("--runs", help="Folder that holds the runs.")]
+Set = Annotated[list[str] | None, typer.Option("--set", help="Override a setting: a.b=c; a stage by name: stages.rl.steps=3.")]
+
+
+def main() -> None:
+    """Entry point: a `StropError` is a paragraph for the user, not a traceback."""
+    from strop.errors import StropError
+
+    try:
+        app()
+    except StropError as error:
+        _error(str(error))
+        sys.exit(2)
+
+
+def _error(text: str) -> None:
+    typer.secho(f"strop: {text}", err=True, fg=typer.colors.RED)
+
+
+@app.command()
+def train(
+    recipe: Annotated[Path | None, typer.Argument(help="A TOML recipe, for example recipes/quickstart.toml.")] = None,
+    set_: Set = None,
+    runs: Runs = Path("runs"),
+    resume: Annotated[Path | None, typer.Option(help="Take up this run where it stopped.")] = None,
+    take_up: Annotated[
+        bool, typer.Option("--continue", help="If the run exists: take it up, or show it if it is done.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option(help="Check everything, say what would happen, and stop.")] = False,
+    tensorboard: Annotated[bool, typer.Option(help="Write TensorBoard files into the run as well.")] = False,
+) -> None:
+    """Train a model by a recipe."""
+    from strop.config import load_recipe
+    from strop.errors import ConfigError
+    from strop import console
+    from strop.training.train import check
+
+    if resume is not None:
+        if recipe is not None or set_:
+            raise ConfigError("--resume", "a recipe or --set was given too", "A run is taken up as it was asked for")
+        console.train_in(resume, None, tensorboard=tensorboard)
+        return
+    if recipe is None:
+        raise ConfigError("recipe", "none was named", "Write strop train recipes/quickstart.toml")
+    asked = load_recipe(recipe, set_ or [])
+    if dry_run:
+        check(asked)
+        console.show_plan(asked)
+        return
+    path = runs / asked.name
+    exists = (path / "config.toml").exists()
+    console.train_in(path, None if take_up and exists else asked, tensorboard=tensorboard)
+
+
+@app.command("eval")
+def evaluate(
+    model: Annotated[str, typer.Argument(help="A start model, a folder (a checkpoint too), or a hub name.")],
+    env: Annotated[str, typer.Option(help="Environment: a built-in name, package.module:Class, or file.py:Class.")],
+    option: Annotated[list[str] | None, typer.Option(help="Option of the environment: name=value.")] = None,
+    tasks: Annotated[int, typer.Option(help="The first so many held-out tasks.")] = 200,
+    split: Annotated[str, typer.Option(help="Which tasks.")] = "test",
+    attempts: Annotated[int, typer.Option(help="Attempts at each task; with more than one, pass@k up to it.")] = 1,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy; default 0, or 1 with several attempts.")] = None,
+    agent: Annotated[str, typer.Option(help="single_reply or tool_loop.")] = "single_reply",
+    max_tokens: Annotated[int, typer.Option(help="Sampled tokens of one reply.")] = 128,
+    max_turns: Annotated[int, typer.Option(help="Replies of one attempt (tool_loop).")] = 8,
+    max_context: Annotated[int, typer.Option(help="Tokens of a whole conversation.")] = 1024,
+    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Write the evaluation here, for strop compare.")] = None,
+) -> None:
+    """Score a model on an environment: pass@1, pass@k, intervals, by difficulty."""
+    from strop import console
+
+    console.evaluate_model(
+        model,
+        {"name": env, "options": dict(_pair(text) for text in option or []),
+         "agent": {"kind": agent, "max_tokens": max_tokens, "max_turns": max_turns}},
+        {"tasks": tasks, "split": split, "attempts": attempts,
+         "temperature": (0.0 if attempts == 1 else 1.0) if temperature is None else temperature},
+        max_context=max_context, seed=seed, out=out,
+    )  # fmt: skip
+
+
+@app.command()
+def compare(
+    before: Annotated[str, typer.Argument(help="An evaluation file of strop eval, or RUN or RUN:EVALUATION.")],
+    after: Annotated[str, typer.Argument(help="What to compare it with.")],
+    runs: Runs = Path("runs"),
+) -> None:
+    """Compare two evaluations of the same tasks: paired, with an interval."""
+    from strop.runs.show import show_comparison
+
+    _print(show_comparison(before, after, runs))
+
+
+@app.command("runs")
+def list_(runs: Annotated[Path, typer.Argument(help="Folder that holds the runs.")] = Path("runs")) -> None:
+    """List the runs."""
+    from strop.runs.show import show_runs
+
+    _print(show_runs(runs))
+
+
+@app.command()
+def show(
+    run: Annotated[str, typer.Argument(help="A run's name or directory.")],
+    step: Annotated[int | None, typer.Option(help="The attempts of this step.")] = None,
+    stage: Annotated[str | None, typer.Option(help="Stage of the step; the last one by default.")] = None,
+    evaluation: Annotated[str | None, typer.Option(help="The attempts of this evaluation.")] = None,
+    attempt: Annotated[int | None, typer.Option(help="One attempt of the step or evaluation, turn by turn.")] = None,
+    logprobs: Annotated[bool, typer.Option(help="With every sampled token's log-probability.")] = False,
+    runs: Runs = Path("runs"),
+) -> None:
+    """Show a run, a step's attempts, or one attempt turn by turn."""
+    from strop.runs import show as rooms
+    from strop.runs.reading import open_run
+
+    record = open_run(run, runs)
+    if attempt is not None:
+        _print(rooms.show_attempt(record, attempt, step=step, stage=stage, evaluation=evaluation, logprobs=logprobs))
+    elif step is not None or evaluation is not None:
+        _print(rooms.show_step(record, step=step, stage=stage, evaluation=evaluation))
+    else:
+        _print(rooms.show_run(record))
+
+
+@app.command()
+def report(
+    run: Annotated[str, typer.Argument(help="A run's name or directory.")],
+    out: Annotated[Path | None, typer.Option(help="The HTML file; default report.html in the run.")] = None,
+    runs: Runs = Path("runs"),
+) -> None:
+    """Write one self-contained HTML page about a run."""
+    from strop.runs.reading import open_run
+    from strop.runs.report import write_report
+
+    record = open_run(run, runs)
+    typer.echo(write_report(record.path, out or record.path / "report.html"))
+
+
+@app.command()
+def cost(
+    run: Annotated[str, typer.Argument(help="A run's name or directory.")],
+    machine: Annotated[str | None, typer.Option(help="Price of this machine of the price file instead.")] = None,
+    usd_per_hour: Annotated[float | None, typer.Option(help="Or this price of the whole machine.")] = None,
+    target_points: Annotated[float | None, typer.Option(help="Dollars until the gain's lower bound passed this.")] = None,
+    runs: Runs = Path("runs"),
+) -> None:
+    """Say what a run cost: by part, per token, per solved task, and its intelligence per dollar."""
+    from strop.costs import price_of
+    from strop.runs.reading import open_run
+    from strop.runs.show import show_cost
+
+    price = price_of(machine or "auto", usd_per_hour) if machine or usd_per_hour is not None else None
+    _print(show_cost(open_run(run, runs), price, target_points))
+
+
+@app.command()
+def doctor() -> None:
+    """Say what this machine can do, what is missing, and the command that mends it."""
+    from strop.doctor import diagnose, show_findings
+
+    findings = diagnose()
+    _print(show_findings(findings))
+    raise typer.Exit(1 if any(finding.state == "missing" for finding in findings) else 0)
+
+
+@model_app.command("get")
+def model_get(name: Annotated[str, typer.Argument(help="A start model's name.")] = "smollm2") -> None:
+    """Fetch a start model, convert it once, and print the folder it is in."""
+    from strop.console import fetch_model
+
+    typer.echo(fetch_model(name))
+
+
+@env_app.command("check")
+def env_check(
+    spec: Annotated[str, typer.Argument(help="A built-in name, package.module:Class, or path/to/file.py:Class.")],
+    option: Annotated[list[str] | None, typer.Option(help="Option of the environment: name=value.")] = None,
+) -> None:
+    """Tell an environment's author what is wrong with it."""
+    from strop.environments.check import check_environment, show_check
+
+    found = check_environment(spec, dict(_pair(text) for text in option or []))
+    _print(show_check(found))
+    raise typer.Exit(0 if found.good else 1)
+
+
+def _pair(text: str) -> tuple[str, Any]:
+    """ "name=value" with a TOML value, or else a plain string."""
+    import tomllib
+
+    from strop.errors import ConfigError
+
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise ConfigError(f"--option {text}", "it has no '='", "Write --option name=value")
+    try:
+        return name, tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return name, value
+
+
+def _print(renderable: Any) -> None:
+    from rich.console import Console
+
+    Console().print(renderable)

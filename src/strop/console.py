@@ -1,0 +1,267 @@
+"""What the command line does with a terminal: long work with a live line, a clean end on Ctrl-C, results as tables.
+
+The commands themselves are in `strop.cli`; what they show of a finished run in `strop.runs.show`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from strop.config import AgentSettings, EnvironmentSettings, EvaluationSettings, Recipe
+from strop.costs import MachinePrice, price_of
+from strop.runs.events import Event
+from strop.runs.reading import RunRecord
+from strop.runs.run import Run
+from strop.runs.show import dollars, duration, interval, show_run
+from strop.statistics import Evaluation
+
+console = Console()
+#: What a step's line shows, in this order, where the step has it: (metric, heading, format).
+COLUMNS = (
+    ("loss", "loss", ".3f"),
+    ("reward", "reward", ".3f"),
+    ("solved", "solved", ".0%"),
+    ("recovery", "recovery", ".0%"),
+    ("tokens_per_attempt", "tokens", ".0f"),
+    ("mismatch_kl", "mismatch", ".1e"),
+)
+
+
+def train_in(path: Path, recipe: Recipe | None, *, tensorboard: bool = False) -> None:
+    """Begin (or, without a recipe, take up) the run in `path`, and show how it goes.
+
+    Raises:
+        StropError: as `strop.training.train.train`; the run is resumable unless it never began.
+    """
+    from strop.training.train import check, train
+
+    if recipe is not None:
+        check(recipe)
+    elif (path / "summary.json").exists():
+        console.print(f"{path} is finished: there is nothing left to do.\n")
+        show_end(path)
+        return
+    run = Run.create(path, recipe) if recipe is not None else Run.resume(path)
+    try:
+        price = price_of(run.recipe.costs.machine, run.recipe.costs.usd_per_hour)
+        console.print(f"[bold]{run.recipe.name}[/]: {_chain(run.recipe)}, in {path}")
+        with LiveLine(run, price) as line:
+            run.listeners.append(line.hear)
+            if tensorboard:
+                from strop.runs.tensorboard import TensorBoardSink
+
+                run.listeners.append(TensorBoardSink(run.path / "tensorboard").hear)
+            try:
+                run_until_interrupted(train(run))
+            except KeyboardInterrupt:
+                run.log("run", what="stopped", flush=True)
+                line.say("")
+                console.print(f"Stopped at a clean point. Go on with: strop train --resume {path}")
+                raise SystemExit(130) from None
+    finally:
+        run.close()
+    from strop.runs.report import write_report
+
+    write_report(path, path / "report.html")
+    show_end(path)
+
+
+def run_until_interrupted(work: Any) -> Any:
+    """Run a coroutine; Ctrl-C (or SIGTERM) cancels it at its next await, and is raised once it has cleaned up.
+
+    Raises:
+        KeyboardInterrupt: it was interrupted.
+    """
+
+    async def run() -> Any:
+        task = asyncio.ensure_future(work)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, task.cancel)
+        return await task
+
+    try:
+        return asyncio.run(run())
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
+
+
+class LiveLine:
+    """Lines of steps and evaluations, and below them one that changes: what is under way, cost so far, time left.
+
+    Without a terminal, only the lines that stay are written.
+    """
+
+    def __init__(self, run: Run, price: MachinePrice) -> None:
+        self.run, self.price = run, price
+        self._live = Live(console=console, refresh_per_second=4, get_renderable=self._render, transient=True)
+        self._what, self._done, self._of = "setting up", 0, 0
+        self._stage, self._stage_began, self._stage_from = "", time.monotonic(), 0
+        self._step = 0
+
+    def __enter__(self) -> LiveLine:
+        if console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+    def say(self, what: str) -> None:
+        """Change the moving line."""
+        self._what, self._done, self._of = what, 0, 0
+
+    def hear(self, event: Event) -> None:
+        """Take in an event of the run."""
+        match event["kind"]:
+            case "progress":
+                self._what, self._done, self._of = event["what"], event["done"], event["of"]
+            case "stage" if event["what"] == "began":
+                self._stage, self._step, self._stage_from = event["stage"], event["step"], event["step"]
+                self._stage_began = time.monotonic()
+                steps = self._steps()
+                console.print(f"\n[bold]{self._stage}[/] ({steps} step{'s' * (steps != 1)})")
+                self.say("collecting attempts")
+            case "step":
+                self._step = event["step"] + 1
+                self._print_step(event)
+            case "evaluation":
+                score = Evaluation.from_record(event).score()
+                extra = event["metrics"].get("recovery")
+                recovery = f", recovery from errors {extra:.0%}" if extra is not None else ""
+                console.print(
+                    f"  [bold cyan]held-out score ({event['name']}): {interval(score)} of {score.n} tasks[/]{recovery}"
+                )
+            case "warning":
+                console.print(f"  [yellow]! {event['message']}[/]")
+            case "checkpoint":
+                console.print(f"  [dim]saved {event['path']}[/]")
+
+    def _steps(self) -> int:
+        return next(stage.steps for stage in self.run.recipe.stages if stage.name == self._stage)
+
+    def _print_step(self, event: Event) -> None:
+        metrics = event["metrics"]
+        parts = [f"{name} {metrics[key]:{form}}" for key, name, form in COLUMNS if key in metrics]
+        spent = dollars(self.price.usd(self.run.ledger.seconds))
+        console.print(f"  step {event['step'] + 1:>3}/{self._steps()}  {'  '.join(parts)}  [dim]{spent}[/]", highlight=False)
+
+    def _render(self) -> Text:
+        parts = [self._what]
+        if self._of:
+            parts.append(f"{self._done}/{self._of}")
+        if self._stage and self._step > self._stage_from:
+            each = (time.monotonic() - self._stage_began) / (self._step - self._stage_from)
+            parts.append(f"{self._stage} step {self._step}/{self._steps()}, about {duration(each * (self._steps() - self._step))} left")
+        tokens = self.run.ledger.snapshot()["tokens"]
+        sampled = sum(int(counts["sampled"]) for counts in tokens.values())
+        seconds = self.run.ledger.seconds
+        parts.append(f"{sampled} tokens sampled, {sampled / max(seconds, 1e-9):.0f}/s")
+        parts.append(f"{duration(seconds)}, {dollars(self.price.usd(seconds))}")
+        return Text("  " + " · ".join(parts), style="dim", no_wrap=True, overflow="ellipsis")
+
+
+def show_end(path: Path) -> None:
+    """What a finished run gained and cost, and where to look further."""
+    console.print(show_run(RunRecord(path)))
+    console.print(
+        f"\nRead the attempts:  strop show {path} --attempt 0      the page: {path / 'report.html'}"
+        f"\nSee what it cost:   strop cost {path}                  all figures: {path / 'summary.json'}"
+    )
+
+
+def show_plan(recipe: Recipe) -> None:
+    """What `--dry-run` says."""
+    console.print(f"[bold]{recipe.name}[/]: every check passed; nothing was started.")
+    table = Table("stage", "kind", "steps", "environment", "a step", "evaluation", box=None)
+    for stage in recipe.stages:
+        evaluation = recipe.evaluation_of(stage)
+        size = (
+            f"{stage.collect.groups} groups of {stage.collect.group_size} attempts, staleness {stage.collect.staleness}"
+            if stage.kind == "rl"
+            else f"{stage.batch_size} demonstrations"
+        )
+        scored = f"{evaluation.tasks} tasks of {evaluation.split!r}" if evaluation.tasks else "none"
+        table.add_row(stage.name, stage.kind, str(stage.steps), recipe.environment_of(stage).name, size, scored)
+    console.print(table)
+
+
+def _chain(recipe: Recipe) -> str:
+    return " → ".join(f"{stage.name} ({stage.kind}, {stage.steps} steps)" for stage in recipe.stages)
+
+
+def evaluate_model(
+    model: str,
+    environment: dict[str, Any],
+    evaluation: dict[str, Any],
+    *,
+    max_context: int,
+    seed: int,
+    out: Path | None,
+) -> None:
+    """Score a model and print pass@1, pass@k and scores by difficulty.
+
+    Raises:
+        StropError: the model, environment or an option is not right.
+    """
+    from strop.training.standalone import score_model
+
+    asked = EnvironmentSettings(**{**environment, "agent": AgentSettings(**environment["agent"])})
+    settings = EvaluationSettings(**evaluation)
+    with console.status(f"scoring {model} on {asked.name}") as status:
+
+        def tell(done: int, of: int) -> None:
+            status.update(f"scoring {model} on {asked.name}: {done}/{of} attempts")
+
+        found = run_until_interrupted(score_model(model, asked, settings, max_context=max_context, seed=seed, tell=tell))
+    console.print(evaluation_table(found))
+    if found.failed:
+        console.print(f"[yellow]{found.failed} attempts failed for reasons of the system and are in no score.[/]")
+    if out is not None:
+        from strop.runs.files import write_json
+
+        write_json(out, found.as_record())
+        console.print(f"written to {out}")
+
+
+def evaluation_table(found: Evaluation) -> Table:
+    """Scores of an evaluation, whole and by label."""
+    table = Table("", "score", "95% interval", "tasks", box=None)
+
+    def row(name: str, estimate: Any) -> None:
+        table.add_row(name, f"{estimate.value:.1%}", f"{estimate.low:.1%} to {estimate.high:.1%}", str(estimate.n))
+
+    row("pass@1", found.score())
+    fewest = min(len(task.solved) for task in found.tasks)
+    for k in (2, 4, 8, 16, 32, 64):
+        if k <= fewest:
+            row(f"pass@{k}", found.pass_at(k))
+    labels = found.by_label()
+    if len(labels) > 1:
+        for label, estimate in labels.items():
+            row(label, estimate)
+    for name, value in sorted(found.metrics.items()):
+        table.add_row(f"[dim]{name}[/]", f"[dim]{value:.4g}[/]", "", "")
+    return table
+
+
+def fetch_model(name: str) -> Path:
+    """Fetch a start model with a progress line.
+
+    Raises:
+        ModelError: there is no such start model, or it can't be had.
+    """
+    from strop.models.start import get_start_model
+
+    with console.status(f"fetching {name}") as status:
+        return get_start_model(name, lambda what, share: status.update(f"{name}: {what} {share:.0%}"))
