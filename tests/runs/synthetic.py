@@ -10,7 +10,7 @@ import numpy as np
 import tomli_w
 
 from strop.costs import Ledger, MachinePrice, summarise
-from strop.rollouts import Failed, FailureKind, FinishReason, Group, ModelCall, Rollout, Scored, Task
+from strop.rollouts import Failed, FailureKind, FinishReason, Group, Message, ModelCall, Rollout, Scored, Task
 from strop.runs.events import LineLog
 from strop.runs.reading import RunRecord
 from strop.runs.store import write_groups
@@ -35,6 +35,10 @@ class Writer:
         for activity, spent in seconds.items():
             with self.ledger.activity(activity):
                 self.now += spent
+
+    def batch(self, name: str, groups: list[tuple[Group, str]]) -> None:
+        write_groups(self.path / "rollouts" / name, groups, {})
+        self.event("batch", file=name, sha256="")
 
     def cost(self, stage: str, step: int) -> None:
         self.event("cost", stage=stage, step=step, ledger=self.ledger.snapshot())
@@ -74,7 +78,8 @@ def make_rollout(writer: Writer, group: str, member: int, task: Task, skill: flo
         )
         bad = turn == 0 and random.random() < 0.5
         text = "Error: the table timed out, try again." if bad else "population 12,345 <b>&amp; not markup</b>"
-        rollout.transcript.append({"role": "tool", "tool_call_id": f"c{turn}", "name": "lookup", "content": text})
+        result: Message = {"role": "tool", "tool_call_id": f"c{turn}", "name": "lookup", "content": text}
+        rollout.transcript.append({**result, "error": "timeout"} if bad else result)
     rollout.transcript.append({"role": "assistant", "content": "The answer is 12345.\nSynthetic, of course </script>."})
     met = float(turns > 1 and random.random() < 0.6)
     rollout.ended = writer.now + turns
@@ -110,7 +115,7 @@ def evaluate(writer: Writer, name: str, stage: str, step: int, skill: float, tas
         if isinstance(rollout.ending, Scored):
             solved = (float(bool(rollout.ending.solved)),)
             results.append(TaskResult(task.id, task.labels["difficulty"], (rollout.ending.reward,), solved))
-    write_groups(writer.path / "rollouts" / f"evaluation-{name.replace(' ', '-')}.parquet", groups, {})
+    writer.batch(f"evaluation-{name.replace(' ', '-')}.parquet", groups)
     found = Evaluation(name, tuple(results), {"recovery": 0.2 + 0.6 * skill, "tokens_per_attempt": 60.0})
     writer.event("evaluation", stage=stage, step=step, **found.as_record())
     writer.cost(stage, step)
@@ -155,7 +160,7 @@ def make_run(
             task = make_task(100 * step + number, "train")
             members = [make_rollout(writer, f"rl-{step}-{number}", member, task, skill, step) for member in range(8)]
             groups.append((Group(f"rl-{step}-{number}", task, members, step), "trained" if number else "no variance"))
-        write_groups(path / "rollouts" / f"rl-{step:06d}.parquet", groups, {"next": step})
+        writer.batch(f"rl-{step:06d}.parquet", groups)
         rollouts = [rollout for group, _ in groups for rollout in group.rollouts]
         sampled = sum(rollout.sampled_tokens for rollout in rollouts)
         writer.spend(learner=9.0, weights=0.2, records=0.1)

@@ -244,14 +244,15 @@ class RunRecord:
 
     @cached_property
     def rollout_files(self) -> list[RolloutFile]:
-        """Files of attempts: evaluations and batches, in order of the names' numbers."""
+        """Files of attempts, evaluations and batches, in the order in which they were stored."""
+        order = {event["file"]: index for index, event in enumerate(self.events) if event["kind"] == "batch"}
         found = []
         for path in sorted((self.path / "rollouts").glob("*.parquet"), key=lambda path: natural_key(path.name)):
             if match := _EVALUATION_FILE.fullmatch(path.name):
                 found.append(RolloutFile(path, "", None, match["name"]))
             elif match := _STEP_FILE.fullmatch(path.name):
                 found.append(RolloutFile(path, match["stage"], int(match["step"]) if match["step"] else None, None))
-        return found
+        return sorted(found, key=lambda file: order.get(file.path.name, len(self.events)))
 
     def attempts(self, file: RolloutFile) -> list[Attempt]:
         """The attempts in a file, in stored order.

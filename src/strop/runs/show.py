@@ -1,0 +1,359 @@
+"""What `strop runs`, `show` and `cost` print: tables of runs, of a run, of a step, and an attempt turn by turn.
+
+Everything here returns something that rich can print and reads nothing but run directories.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from strop.costs.report import CostReport, Gain, cost_report
+from strop.errors import RunError
+from strop.rollouts import ModelCall
+from strop.runs.reading import Attempt, RunRecord, Step, list_runs
+from strop.runs.turns import Turn, token_texts, turns
+from strop.statistics import Estimate
+
+#: Step metrics that are worth a column, in this order, where the run has them: (metric, heading, format).
+COLUMNS = (
+    ("loss", "loss", ".3f"),
+    ("reward", "reward", ".3f"),
+    ("solved", "solved", ".0%"),
+    ("tokens_per_attempt", "tokens", ".0f"),
+    ("recovery", "recovery", ".0%"),
+    ("groups_without_variance", "no variance", ".0%"),
+    ("staleness_max", "stale", ".0f"),
+    ("mismatch_kl", "mismatch KL", ".1e"),
+    ("grad_norm", "grad norm", ".2f"),
+    ("failed", "failed", ".0f"),
+)
+_ROLE_COLOURS = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow", "note": "magenta"}
+
+
+def show_runs(root: str | Path = "runs") -> RenderableType:
+    """The runs under a directory, the newest first."""
+    runs = list_runs(root)
+    if not runs:
+        return Text(f"No runs in {root} yet. `strop train recipes/quickstart.toml` makes one.")
+    table = _table("run", "state", ">done", ">score", ">cost", ">time", ">last event")
+    for run in runs:
+        last = run.steps[-1] if run.steps else None
+        scores = [found.evaluation.score().value for _, found in run.milestones]
+        report = cost_report(run)
+        table.add_row(
+            run.name,
+            _state(run),
+            f"{last.stage} {last.step}" if last else "-",
+            " → ".join(f"{score:.0%}" for score in (scores if len(scores) < 2 else [scores[0], scores[-1]])) or "-",
+            dollars(report.usd),
+            duration(report.seconds),
+            ago(run.events[-1]["time"]) if run.events else "-",
+        )
+    return table
+
+
+def show_run(run: RunRecord, *, last_steps: int = 20) -> RenderableType:
+    """A run: what it is, its scores, its last steps, what it cost, and what it warned of.
+
+    Args:
+        run: the run.
+        last_steps: how many of the newest steps to list.
+    """
+    model = run.config.get("model", {}).get("name", "?")
+    environment = run.config.get("environment", {}).get("name", "?")
+    title = Text.assemble((run.name, "bold"), f"  {model} on {environment}, ", _state(run))
+    parts: list[RenderableType] = [title, Text(str(run.path), style="dim")]
+    if run.milestones:
+        parts += [Text(), show_scores(run)]
+    if run.steps:
+        parts += [Text(), show_steps(run.steps[-last_steps:], hidden=len(run.steps) - last_steps)]
+    parts += [Text(), show_costs(cost_report(run))]
+    for event in run.of_kind("warning", "failure")[-10:]:
+        parts.append(Text(f"{event['kind']} at {duration(event['clock'])}: {event.get('message', '')}", style="yellow"))
+    if run.damaged:
+        parts.append(Text(f"{len(run.damaged)} damaged lines of events.jsonl were passed over", style="red"))
+    if run.rollout_files:
+        parts += [Text(), Text(f"Attempts: strop show {run.name} --step N [--attempt K]", style="dim")]
+    return Group(*parts)
+
+
+def show_scores(run: RunRecord) -> Table:
+    """Held-out score at the start and after each stage, overall and by label."""
+    labels = list(dict.fromkeys(label for _, found in run.milestones for label in found.evaluation.by_label()))
+    labels = labels if len(labels) > 1 else []
+    table = _table("held-out score", *[f">{name}" for name, _ in run.milestones])
+    rows = [("all tasks", [found.evaluation.score() for _, found in run.milestones])]
+    by_label = [found.evaluation.by_label() for _, found in run.milestones]
+    rows += [(f"  {label}", [scores[label] for scores in by_label if label in scores]) for label in labels]
+    for name, scores in rows:
+        table.add_row(name, *[interval(score) for score in scores])
+    if any("recovery" in found.evaluation.metrics for _, found in run.milestones):
+        recovered = [found.evaluation.metrics.get("recovery") for _, found in run.milestones]
+        table.add_row("errors recovered from", *["-" if value is None else f"{value:.0%}" for value in recovered])
+    return table
+
+
+def show_steps(steps: Sequence[Step], hidden: int = 0) -> Table:
+    """A row a step, with the metrics that it has."""
+    columns = [column for column in COLUMNS if any(column[0] in step.metrics for step in steps)]
+    table = _table("stage", ">step", *[f">{heading}" for _, heading, _ in columns], ">at")
+    if hidden > 0:
+        table.add_row(Text(f"… {hidden} before", style="dim"))
+    for step in steps:
+        values = [f"{step.metrics[name]:{form}}" if name in step.metrics else "" for name, _, form in columns]
+        table.add_row(step.stage, str(step.step), *values, duration(step.clock))
+    return table
+
+
+def show_costs(report: CostReport) -> RenderableType:
+    """Where the seconds and dollars went, and what they bought."""
+    table = _table("phase", "activity", ">time", ">share", ">cost")
+    for account in report.accounts:
+        share = account.seconds / report.seconds if report.seconds else 0.0
+        table.add_row(account.phase, account.activity, duration(account.seconds), f"{share:.1%}", dollars(account.usd))
+    table.add_section()
+    table.add_row("all", "", duration(report.seconds), "100%", dollars(report.usd), style="bold")
+    lines = [f"Machine: {report.price.text}, {dollars(report.price.usd_per_hour)} an hour."]
+    for cost in (report.sampled, report.trained):
+        if cost.usd_per_million is not None and cost.usd_per_million_all is not None:
+            lines.append(
+                f"Tokens {cost.kind}: {cost.tokens:,}; a million costs {dollars(cost.usd_per_million)} where it is made, "
+                f"{dollars(cost.usd_per_million_all)} with everything."
+            )
+    if report.usd_per_attempt is not None:
+        solved = (
+            ""
+            if report.usd_per_solved is None
+            else f", {dollars(report.usd_per_solved)} a solved one ({report.solved:,})"
+        )
+        lines.append(f"Attempts: {report.attempts:,}, {dollars(report.usd_per_attempt)} each{solved}.")
+    parts: list[RenderableType] = [table, Text("\n".join(lines))]
+    if report.gains:
+        parts += [Text(), show_gains(report.gains)]
+    return Group(*parts)
+
+
+def show_gains(gains: Iterable[Gain]) -> Table:
+    """Intelligence per dollar: what each stage gained for what it cost."""
+    table = _table(
+        "stage", ">gain, points", ">cost", ">points per $", ">$ to target", ">$ a solved task", ">pays off after"
+    )
+    for gain in gains:
+        to_target = "-"
+        if gain.target_points is not None:
+            to_target = dollars(gain.usd_to_target) if gain.usd_to_target is not None else "not reached"
+            to_target += f" ({gain.target_points:g})"
+        per_solved = "-"
+        if gain.solved_usd_before is not None and gain.solved_usd_after is not None:
+            per_solved = f"{dollars(gain.solved_usd_before)} → {dollars(gain.solved_usd_after)}"
+        table.add_row(
+            gain.name,
+            interval(gain.comparison.gain.scaled(100), "+.1f"),
+            dollars(gain.usd),
+            f"{figure(per.value)} ({figure(per.low)} to {figure(per.high)})" if (per := gain.points_per_usd) else "-",
+            to_target,
+            per_solved,
+            "-"
+            if gain.break_even is None
+            else "never"
+            if math.isinf(gain.break_even)
+            else f"{gain.break_even:,.0f} tasks",
+        )
+    return table
+
+
+def show_step(
+    run: RunRecord, step: int | None = None, *, stage: str | None = None, evaluation: str | None = None
+) -> RenderableType:
+    """The attempts of a step or an evaluation, a row each, numbered as `show_attempt` takes them.
+
+    Args:
+        run, step, stage, evaluation: as in `RunRecord.find`.
+    """
+    file = run.find(step=step, stage=stage, evaluation=evaluation)
+    table = _table(">#", "task", "label", ">reward", "solved", ">tokens", ">calls", ">tool errors", "weights", "ending")
+    for number, attempt in enumerate(run.attempts(file)):
+        rollout = attempt.rollout
+        errors = sum(turn.error is not None for turn in turns(attempt))
+        reward = "-" if rollout.reward is None else f"{rollout.reward:.3f}"
+        ending = attempt.failure or ("cut off" if rollout.truncated else "")
+        ending = ending or ("" if attempt.used in ("trained", "evaluation") else f"not trained on: {attempt.used}")
+        table.add_row(
+            str(number),
+            attempt.group.task.id,
+            ", ".join(attempt.group.task.labels.values()),
+            reward,
+            {True: "[green]yes[/]", False: "[red]no[/]", None: "-"}[attempt.solved],
+            str(rollout.sampled_tokens),
+            str(len(rollout.calls)),
+            str(errors or ""),
+            _versions(attempt.versions),
+            Text(ending, style="red" if attempt.failure else "yellow"),
+        )
+    return Group(Text.assemble((f"{run.name}, {file.label}", "bold")), table)
+
+
+def show_attempt(
+    run: RunRecord,
+    number: int,
+    step: int | None = None,
+    *,
+    stage: str | None = None,
+    evaluation: str | None = None,
+    logprobs: bool = False,
+) -> RenderableType:
+    """One attempt turn by turn.
+
+    Args:
+        run, step, stage, evaluation: which file, as in `RunRecord.find`.
+        number: of the attempt in it, as `show_step` counts.
+        logprobs: show each sampled token with its probability.
+
+    Raises:
+        RunError: there is no such attempt.
+    """
+    file = run.find(step=step, stage=stage, evaluation=evaluation)
+    attempts = run.attempts(file)
+    if not 0 <= number < len(attempts):
+        raise RunError(f"{file.label} of run {run.name} has attempts 0 to {len(attempts) - 1}, not {number}.")
+    attempt = attempts[number]
+    parts: list[RenderableType] = [_attempt_head(run, file.label, number, attempt)]
+    for turn in turns(attempt):
+        parts.append(_show_turn(turn))
+        if logprobs and turn.call is not None:
+            parts.append(Padding(_show_tokens(run, turn.call), (0, 0, 1, 2)))
+    parts.append(_ending(attempt))
+    return Group(*parts)
+
+
+def _attempt_head(run: RunRecord, where: str, number: int, attempt: Attempt) -> Text:
+    rollout = attempt.rollout
+    seconds = ", ".join(f"{name} {value:.2f} s" for name, value in rollout.seconds.items())
+    lines = [
+        Text.assemble((f"{run.name}, {where}, attempt {number}", "bold"), (f"  {rollout.id}", "dim")),
+        Text(f"task {attempt.group.task.id} of {rollout.environment}  {', '.join(attempt.group.task.labels.values())}"),
+        Text(
+            f"{len(rollout.calls)} calls, {rollout.sampled_tokens} sampled tokens, weights {_versions(attempt.versions)}, "
+            f"seed {rollout.seed}, {rollout.ended - rollout.started:.2f} s ({seconds})"
+            + (f", try {rollout.tries}" if rollout.tries > 1 else "")
+            + (f", history rewritten {rollout.forks} times" if rollout.forks else ""),
+            style="dim",
+        ),
+    ]
+    return Text("\n").join(lines)
+
+
+def _show_turn(turn: Turn) -> Panel:
+    body = Text(turn.text)
+    for use in turn.tools:
+        body.append("\n" if body else "")
+        body.append(f"→ {use.name or '(no name)'} ", style="bold")
+        body.append(use.arguments)
+        if use.problem:
+            body.append(f"  malformed: {use.problem}", style="bold red")
+    colour = "red" if turn.error else _ROLE_COLOURS.get(turn.role, "white")
+    heading = " ".join(filter(None, [turn.role, turn.name, f"— error: {turn.error}" if turn.error else ""]))
+    foot = None
+    if turn.call is not None:
+        call = turn.call
+        foot = f"{len(call.tokens)} tokens, {call.cached} cached, weights {_versions(sorted(set(call.versions)))}, {call.finish_reason.value}"
+    return Panel(
+        body,
+        title=heading,
+        title_align="left",
+        subtitle=foot,
+        subtitle_align="right",
+        border_style=colour,
+        box=box.ROUNDED,
+    )
+
+
+def _show_tokens(run: RunRecord, call: ModelCall) -> Text:
+    """Sampled tokens, the less probable the redder, each with its probability in percent."""
+    text_of = token_texts(run.path / "checkpoints")
+    line = Text()
+    for token, logprob in zip(call.tokens, call.logprobs, strict=True):
+        probability = math.exp(min(0.0, logprob))
+        style = "green" if probability > 0.8 else "" if probability > 0.3 else "yellow" if probability > 0.05 else "red"
+        line.append(repr(text_of(token))[1:-1] if text_of else str(token), style=f"bold {style}")
+        line.append(f"⟨{100 * probability:.0f}⟩ ", style="dim")
+    return line
+
+
+def _ending(attempt: Attempt) -> Text:
+    if attempt.failure:
+        return Text(f"Failed by the system, in no baseline: {attempt.failure}", style="bold red")
+    if attempt.rollout.reward is None:
+        return Text("It has no ending.", style="bold red")
+    metrics = ", ".join(f"{name} {value:g}" for name, value in attempt.metrics.items())
+    solved = {True: ("  solved", "bold green"), False: ("  not solved", "bold red"), None: ("", "")}[attempt.solved]
+    return Text.assemble((f"Reward {attempt.rollout.reward:g}", "bold"), solved, (f"  {metrics}", "dim"))
+
+
+def _table(*headings: str) -> Table:
+    """A plain table; a heading that begins with ">" is right-aligned."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", show_edge=False)
+    for heading in headings:
+        table.add_column(heading.removeprefix(">"), justify="right" if heading.startswith(">") else "left")
+    return table
+
+
+def _state(run: RunRecord) -> Text:
+    colours = {"finished": "green", "failed": "red", "stopped": "yellow"}
+    return Text(run.state, style=colours.get(run.state, "cyan"))
+
+
+def _versions(versions: Sequence[int]) -> str:
+    if not versions:
+        return "-"
+    return f"v{versions[0]}" if versions[0] == versions[-1] else f"v{versions[0]} to v{versions[-1]}"
+
+
+def interval(estimate: Estimate, form: str = ".1%") -> str:
+    """An estimate as people read it: "43.5% (36.8 to 50.4)" without repeating the per-cent sign."""
+    low, high = f"{estimate.low:{form}}", f"{estimate.high:{form}}"
+    return f"{estimate.value:{form}} ({low.removesuffix('%')} to {high.removesuffix('%')})"
+
+
+def figure(value: float) -> str:
+    """A figure with three digits that matter and no exponent: "0.0123", "3.25", "20,300"."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def dollars(usd: float) -> str:
+    """Dollars with about three digits that matter: "$0.00123", "$1.70", "$1,234"."""
+    if math.isinf(usd):
+        return "∞"
+    if usd >= 100:
+        return f"${usd:,.0f}"
+    if usd >= 0.995 or usd == 0:
+        return f"${usd:.2f}"
+    digits = 2 - math.floor(math.log10(abs(usd)))
+    return f"${usd:.{digits}f}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people say them: "0.4 s", "42 s", "3 min 05 s", "2 h 07 min"."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def ago(moment: float) -> str:
+    """How long ago a time since the epoch was."""
+    return f"{duration(max(0.0, time.time() - moment))} ago"
