@@ -1,0 +1,184 @@
+"""Every task of the reasoning-gym package, by name and difficulty, as single replies.
+
+Questions are drawn and scored by the package. Some of its scorers evaluate the answer as Python; what a model wrote is
+never executed here, so to those only plain literals or formulas get through.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import random
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from strop.environments.drawn import DrawnTasks
+from strop.environments.environment import Environment
+from strop.errors import AttemptError, ConfigError, EnvironmentProblem
+from strop.rollouts import FailureKind, Rollout, Scored, Task, final_text
+
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+#: Entries that may be drawn where the package makes each when it is asked for.
+_POOL = 2**31
+_SOLVED = 0.99  # scores are 0 to 1; a wrong answer may get up to some tenths for its form
+
+#: Scorers that pass the answer to `eval` (reasoning-gym 0.1.25), and those that pass it to sympy's parser, which does.
+_EVALUATED = {"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"}
+_PARSED = {"countdown", "intermediate_integration", "polynomial_multiplication", "puzzle24", "simple_integration"}
+_FUNCTIONS = {"sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh", "exp", "log", "ln", "sqrt", "Abs"}
+_FORMULA = (
+    ast.Expression,
+    ast.BinOp,
+    ast.UnaryOp,
+    ast.Constant,
+    ast.Name,
+    ast.Call,
+    ast.operator,
+    ast.unaryop,
+    ast.Load,
+)
+
+
+class ReasoningGym(Environment):
+    """One of reasoning-gym's tasks.
+
+    The answer is what stands in the last `<answer>…</answer>`, else the whole reply. The reward is the package's
+    score, 0 to 1; solved is a full one. Each question is drawn from a seed of its own, and one that the other split
+    has is drawn again.
+
+    Args:
+        task: its name, for example "chain_sum".
+        difficulty: options of its configuration, for example {"min_terms": 2, "max_terms": 2}.
+        suffix: added to each question.
+        train_tasks, test_tasks: size of the splits.
+        seed: another seed draws other tasks.
+
+    Raises:
+        ConfigError: there is no such task or option, or an option is out of its range.
+        EnvironmentProblem: the package is not installed.
+    """
+
+    name = "reasoning_gym"
+
+    def __init__(
+        self,
+        task: str,
+        difficulty: Mapping[str, Any] | None = None,
+        suffix: str = "",
+        train_tasks: int = 10_000,
+        test_tasks: int = 500,
+        seed: int = 0,
+    ) -> None:
+        self.task, self.difficulty, self.suffix = task, dict(difficulty or {}), suffix
+        self.sizes, self.seed = {"train": train_tasks, "test": test_tasks}, seed
+        self._dataset, self._pool = self._make_dataset()
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        """See `Environment.tasks`."""
+        return DrawnTasks(self._draw, split, self.sizes.get(split, 1), self.seed)
+
+    def _draw(self, rng: random.Random) -> tuple[str, Task]:
+        index = rng.randrange(self._pool)
+        question = str(self._dataset[index]["question"])
+        task = Task(
+            id="",
+            environment=self.name,
+            messages=({"role": "user", "content": question + (f"\n{self.suffix}" if self.suffix else "")},),
+            data={"index": index},  # the entry is drawn again for its scorer: it may hold more than JSON does
+            labels={"task": self.task},
+        )
+        return question, task
+
+    def _make_dataset(self) -> tuple[Any, int]:
+        """The package's data set, and how many entries may be drawn from it."""
+        try:
+            import reasoning_gym
+            from reasoning_gym.factory import DATASETS
+        except ImportError as error:
+            raise EnvironmentProblem(
+                'The environment "reasoning_gym" needs a package that is missing: pip install "strop[reasoning-gym]".'
+            ) from error
+        if self.task not in DATASETS:
+            raise ConfigError(
+                "environment.options.task", f"reasoning-gym has no {self.task!r}", f"It has: {', '.join(DATASETS)}."
+            )
+        options = {**self.difficulty, "seed": self.seed}
+        try:
+            dataset = reasoning_gym.create_dataset(self.task, **options, size=1)
+            try:
+                dataset[_POOL - 1]
+                return dataset, _POOL  # most draw entry n from a seed of its own, whatever their size
+            except IndexError:
+                pool = 2 * sum(self.sizes.values())
+                return reasoning_gym.create_dataset(self.task, **options, size=pool), pool
+        except Exception as error:  # wrong names are TypeErrors, wrong values AssertionErrors of the package
+            key = "environment.options.difficulty"
+            wrong = f"{self.task} refuses {self.difficulty} ({type(error).__name__}: {error})"
+            raise ConfigError(key, wrong, f"It takes: {', '.join(_option_names(DATASETS[self.task][1]))}.") from error
+
+    async def score(self, task: Task, rollout: Rollout) -> Scored:
+        """What the package's scorer gives the answer."""
+        said = final_text(rollout.transcript)
+        marked = _ANSWER.findall(said)
+        answer = (marked[-1] if marked else said).strip()
+        try:
+            entry = self._dataset[int(task.data["index"])]
+            reward = float(self._dataset.score_answer(answer if _is_safe(self.task, answer) else None, entry))
+        except Exception as error:
+            raise AttemptError(FailureKind.SCORER, f"{self.task}: {type(error).__name__}: {error}") from error
+        return Scored(reward, {"answer_marked": float(bool(marked))}, solved=reward >= _SOLVED)
+
+
+def _option_names(configuration: type) -> list[str]:
+    return [field.name for field in dataclasses.fields(configuration) if field.name not in ("seed", "size")]
+
+
+def _is_safe(task: str, answer: str) -> bool:
+    """Whether the task's scorer may see `answer`: it won't execute anything that it was not meant to."""
+    if not answer or task not in _EVALUATED | _PARSED:
+        return True
+    return _is_formula(answer) if task in _PARSED else _is_literal(answer)
+
+
+def _is_literal(text: str) -> bool:
+    """Whether `text` is a literal, or words and numbers alone, without anything that could call or look up."""
+    try:
+        ast.literal_eval(text)
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        return re.fullmatch(r"[\w\s-]*", text) is not None
+    return True
+
+
+def _is_formula(text: str) -> bool:
+    """Whether `text` is a formula in one-letter variables that takes no time to evaluate."""
+    if len(text) > 1000:
+        return False
+    try:
+        tree = ast.parse(text, mode="eval")
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        return False
+    for node in ast.walk(tree):
+        if not isinstance(node, _FORMULA):
+            return False
+        if isinstance(node, ast.Call) and not (isinstance(node.func, ast.Name) and not node.keywords):
+            return False
+        if isinstance(node, ast.Name) and node.id not in _FUNCTIONS and not re.fullmatch(r"[A-Za-z]|pi", node.id):
+            return False
+        if isinstance(node, ast.Constant) and not _is_below(node, 1e12):
+            return False
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow) and not _is_small_power(node):
+            return False
+    return True
+
+
+def _is_small_power(node: ast.BinOp) -> bool:
+    """Whether a power is of something without powers, to a number below 100 or a formula without numbers like that."""
+    inner = [part for side in (node.left, node.right) for part in ast.walk(side)]
+    if any(isinstance(part, ast.BinOp) and isinstance(part.op, (ast.Pow, ast.LShift)) for part in inner):
+        return False
+    return all(_is_below(part, 100) for part in ast.walk(node.right) if isinstance(part, ast.Constant))
+
+
+def _is_below(node: ast.Constant, limit: float) -> bool:
+    return isinstance(node.value, int | float) and not isinstance(node.value, bool) and node.value < limit
