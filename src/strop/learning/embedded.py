@@ -1,0 +1,226 @@
+"""The learner that shares one copy of the weights with the sampler of this process.
+
+A fused decoder runs over prefix trees; any other model through its own forward. Both end in the same lines: per-token
+losses, weighted by the whole batch's counts, summed over micro-batches.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from strop.errors import BatchError, ModelError
+from strop.learning.aggregation import token_weights
+from strop.learning.batch import Batch
+from strop.learning.fused_pass import hidden_states
+from strop.learning.head import TokenLogprobs
+from strop.learning.learner import Metrics
+from strop.learning.losses import Loss, Tokens
+from strop.learning.metrics import BatchMeter
+from strop.learning.microbatches import MicroBatch, split_batch
+from strop.learning.module_pass import module_logprobs
+from strop.learning.operators import apply
+from strop.learning.optimizer import MasterWeights
+from strop.learning.tree_attention import plan_attention
+from strop.models.policy import Policy
+from strop.models.save import write_model
+
+STATE_FILE = "learner.safetensors"
+
+
+class EmbeddedLearner:
+    """Trains a policy in this process. See `strop.learning.Learner`.
+
+    Args:
+        policy: what is trained. Weights that don't require a gradient stay as they are (adapters).
+        tokenizer: saved beside the weights.
+        masters: fp32 values by HF parameter name, taken from the model before the policy rounded it; None starts from
+            the policy's own.
+        tokens_per_micro_batch: most tokens that are computed at once.
+        weight_decay, betas, epsilon: of AdamW.
+        max_grad_norm: the gradient is scaled down to this norm.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        tokenizer: Any,
+        *,
+        masters: Mapping[str, Tensor] | None = None,
+        tokens_per_micro_batch: int = 4096,
+        weight_decay: float = 0.0,
+        betas: tuple[float, float] = (0.9, 0.999),
+        epsilon: float = 1e-8,
+        max_grad_norm: float = 1.0,
+    ) -> None:
+        self.policy, self.tokenizer = policy, tokenizer
+        self.budget, self.max_grad_norm = tokens_per_micro_batch, max_grad_norm
+        self.masters = MasterWeights(policy.weights, masters, weight_decay=weight_decay, betas=betas, epsilon=epsilon)
+        self._anchor = torch.zeros((), device=policy.device, requires_grad=True)
+        self._has_gradient = False
+
+    @property
+    def version(self) -> int:
+        """See `Learner`."""
+        return self.policy.version
+
+    def forward_backward(self, batch: Batch, loss: Loss, temperature: float = 1.0) -> Metrics:
+        """See `Learner`."""
+        started = time.monotonic()
+        if lacking := sorted(loss.needs - set(batch.extras)):
+            raise BatchError(f"the loss needs {', '.join(lacking)} for every token, which the batch does not carry.")
+        counts = batch.trained_counts
+        weights = [token_weights(counts, part.aggregation, part.constant) for _, _, part in loss.components]
+        chosen = np.flatnonzero(_with_gradient(batch) if loss.scales_with_advantage else counts > 0)
+        meter = BatchMeter(loss)
+        if not len(chosen):
+            return {"skipped": 1.0, "loss": 0.0, "tokens_trained": 0.0, "tokens_computed": 0.0}
+        with self._guarded():
+            for part in self._split(batch, chosen):
+                tokens = self._tokens(batch, part, self._part_logprobs(part, temperature))
+                total = tokens.logprobs.new_zeros(())
+                for (name, weight, component), by_sequence in zip(loss.components, weights, strict=True):
+                    losses, metrics = component(tokens)
+                    share = self._tensor(by_sequence[part.sequences].astype(np.float32))[tokens.sequence]
+                    contribution = (losses * share).sum()
+                    meter.component(name, contribution, metrics)
+                    total = total + weight * contribution
+                total.backward()  # type: ignore[no-untyped-call]
+                self.masters.take_gradients()
+                meter.part(part, tokens)
+        self._has_gradient = True
+        return meter.result() | {"learner_seconds": time.monotonic() - started}
+
+    def step(self, learning_rate: float) -> Metrics:
+        """See `Learner`."""
+        if not self._has_gradient:
+            return {"skipped": 1.0}
+        started = time.monotonic()
+        self._has_gradient = False
+        metrics = self.masters.step(learning_rate, self.max_grad_norm)
+        version = self.policy.publish(self.masters.write_weights, base=self.policy.version)
+        seconds = time.monotonic() - started
+        return metrics | {"learning_rate": learning_rate, "version": float(version), "step_seconds": seconds}
+
+    def logprobs(self, batch: Batch, temperature: float = 1.0) -> NDArray[np.float32]:
+        """See `Learner`."""
+        result = np.zeros(len(batch.tokens), dtype=np.float32)
+        with self._guarded(), torch.no_grad():
+            for part in self._split(batch, np.flatnonzero(batch.trained_counts)):
+                result[part.trained] = self._part_logprobs(part, temperature).cpu().numpy()
+        return result
+
+    def _split(self, batch: Batch, chosen: NDArray[np.int64]) -> list[MicroBatch]:
+        return split_batch(batch, self.budget, chosen, shared=self.policy.decoder is not None)
+
+    def _part_logprobs(self, part: MicroBatch, temperature: float) -> Tensor:
+        """(trained,) log-probabilities."""
+        decoder = self.policy.decoder
+        if decoder is None:
+            return module_logprobs(self.policy.model, part, temperature, self.policy.device)
+        hidden = hidden_states(
+            decoder,
+            self._tensor(part.tree.tokens),
+            self._tensor(part.tree.positions),
+            plan_attention(part.tree, decoder.heads, self.policy.device),
+            self._tensor(part.rows),
+            self._anchor,
+            self.masters.gradient_of,
+        )
+        pairs = self._tensor(part.pair_rows), self._tensor(part.pair_tokens)
+        head, gradient = decoder.head.detach(), self.masters.gradient_of(decoder.head)
+        return apply(TokenLogprobs, hidden, head, gradient, *pairs, temperature)[self._tensor(part.pair)]
+
+    def _tokens(self, batch: Batch, part: MicroBatch, logprobs: Tensor) -> Tokens:
+        return Tokens(
+            logprobs=logprobs,
+            sampler_logprobs=self._tensor(batch.sampler_logprobs[part.trained]),
+            advantages=self._tensor(batch.advantages[part.trained]),
+            sequence=self._tensor(part.sequence),
+            groups=self._tensor(batch.groups[part.sequences]),
+            extras={name: self._tensor(array[part.trained]) for name, array in batch.extras.items()},
+        )
+
+    def _tensor(self, array: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.policy.device)
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """No half gradient survives an error, and running out of memory says what to do about it."""
+        try:
+            yield
+        except BaseException as error:
+            self.masters.gradient.zero_()
+            self._has_gradient = False
+            if _out_of_memory(error):
+                raise BatchError(
+                    f"the learner ran out of memory with learner.tokens_per_micro_batch = {self.budget}. Halve it, or "
+                    "make attempts shorter (agent.max_tokens, sampler.max_context)."
+                ) from error
+            raise
+
+    def begin_stage(self) -> None:
+        """See `Learner`."""
+        self.masters.reset()
+        self._has_gradient = False
+
+    def save(self, folder: Path) -> None:
+        """See `Learner`."""
+        from safetensors.torch import save_file
+
+        state = self.masters.state()
+        if self.policy.decoder is None:  # names in files may differ from the module's, or adapters alone are saved
+            state["masters"] = self.masters.values
+            write_model(folder, self.policy.model, self.tokenizer, self._whole_state())
+        else:
+            write_model(folder, self.policy.model, self.tokenizer, self.masters.named_values())
+        save_file(state, folder / STATE_FILE)
+
+    def _whole_state(self) -> dict[str, Tensor] | None:
+        """Masters where there are any, the frozen weights otherwise."""
+        named: dict[str, Tensor] = dict(self.policy.model.state_dict())
+        return named | self.masters.named_values()
+
+    def load(self, folder: Path, version: int | None = None) -> None:
+        """See `Learner`."""
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        try:
+            state = load_file(folder / STATE_FILE, device=str(self.policy.device))
+            stored = state.pop("masters", None)
+            if stored is None:
+                named: dict[str, Tensor] = {}
+                for path in sorted(folder.glob("model*.safetensors")):
+                    named |= load_file(path, device=str(self.policy.device))
+                self.masters.fill(named)
+            elif stored.shape != self.masters.values.shape:
+                raise ModelError(f"{folder / STATE_FILE} is of another model.")
+            else:
+                self.masters.values.copy_(stored)
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"checkpoint {folder}: it can't be read ({error}). Use an earlier one.") from error
+        self.masters.load_state(state)
+        self._has_gradient = False
+        self.policy.publish(self.masters.write_weights, version=version, allow_unchanged=True)
+
+
+def _with_gradient(batch: Batch) -> NDArray[np.bool_]:
+    """(sequences,) whether any trained token of the sequence has an advantage."""
+    active = batch.mask & (batch.advantages != 0)
+    return np.bincount(batch.sequence[active], minlength=len(batch.lengths)) > 0
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    words = ("out of memory", "not enough memory", "can't allocate memory")
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words)
+    )

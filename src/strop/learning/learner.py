@@ -1,0 +1,84 @@
+"""The learner protocol: a batch and a loss in, updated and published weights out.
+
+A learner is blind to algorithms: supervised learning, preferences, distillation and reinforcement learning are losses.
+Every learner passes one conformance suite, tests/learning/conformance.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from strop.learning.batch import Batch
+from strop.learning.losses import Loss
+
+Metrics = dict[str, float]
+
+
+@runtime_checkable
+class Learner(Protocol):
+    """Trains a policy's weights.
+
+    Constraints on every implementation:
+      * Losses are normalised over the whole batch: any split into micro-batches gives the same gradient.
+      * The same batches and rates, from the same state, give the same weights bit for bit on the same machine.
+      * Weights are published only by `step` and `load`, and every publication has a version of its own.
+    """
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that the next batch is computed with."""
+        ...
+
+    def forward_backward(self, batch: Batch, loss: Loss, temperature: float = 1.0) -> Metrics:
+        """Add a batch's gradient to what `step` will apply.
+
+        Args:
+            batch: what to train on.
+            loss: its components.
+            temperature: that the tokens were sampled at.
+
+        Returns:
+            "loss" and its parts, "tokens_trained", "tokens_computed", how far the sampler's and the learner's
+            log-probabilities differ ("mismatch_…"), "entropy" (estimated from the sampled tokens), and what the loss
+            itself measures. {"skipped": 1.0, …} where no token has a gradient: then nothing was computed.
+
+        Raises:
+            BatchError: the batch lacks what the loss needs, is too long, or runs out of memory; no gradient is left.
+        """
+        ...
+
+    def step(self, learning_rate: float) -> Metrics:
+        """Apply the gradient and publish the weights.
+
+        Returns:
+            "grad_norm" before clipping, "learning_rate", "version". {"skipped": 1.0} where there is no gradient: then
+            neither weights nor moments changed, and nothing was published.
+
+        Raises:
+            BatchError: the gradient is not finite; nothing changed.
+        """
+        ...
+
+    def logprobs(self, batch: Batch, temperature: float = 1.0) -> NDArray[np.float32]:
+        """(tokens,) log-probability of every trained token under the present weights; 0 where not trained."""
+        ...
+
+    def begin_stage(self) -> None:
+        """Forget the optimizer's moments; weights stay."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write weights (in transformers or peft format), tokenizer and optimizer state into an existing folder."""
+        ...
+
+    def load(self, folder: Path, version: int | None = None) -> None:
+        """Take back, exactly, what `save` wrote, and publish it as `version` (None: the next one).
+
+        Raises:
+            ModelError: a file is missing, damaged or of another model.
+        """
+        ...

@@ -1,0 +1,49 @@
+"""Log-probabilities through a model's own forward: any causal language model, adapters included.
+
+Sequences are padded to one length, which costs time that a fused decoder doesn't spend. Padding is by length, never
+by token id.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from strop.learning.microbatches import MicroBatch
+
+
+def module_logprobs(model: Any, part: MicroBatch, temperature: float, device: torch.device) -> Tensor:
+    """Log-probability of every trained token under softmax(logits / temperature).
+
+    Args:
+        model: called with `input_ids` and `attention_mask`; gives `.logits`.
+        part: what to compute.
+        temperature: divides the logits.
+        device: of the model.
+
+    Returns:
+        (trained,) fp32, with a gradient where one is being recorded.
+    """
+    paths = part.tree.paths
+    lengths = [len(path) for path in paths]
+    tokens = np.zeros((len(paths), max(lengths)), dtype=np.int64)
+    for row, path in enumerate(paths):
+        tokens[row, : len(path)] = part.tree.tokens[path]
+    attended = np.arange(max(lengths)) < np.array(lengths)[:, None]
+
+    node, token = part.rows[part.pair_rows[part.pair]], part.pair_tokens[part.pair]
+    places = part.tree.positions[node]  # the predicting place within its sequence
+    wanted, column = np.unique(places, return_inverse=True)
+    inputs = {"input_ids": torch.from_numpy(tokens).to(device), "attention_mask": torch.from_numpy(attended).to(device)}
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+        logits = model(**inputs, use_cache=False, logits_to_keep=torch.from_numpy(wanted).to(device)).logits
+    else:
+        logits = model(**inputs, use_cache=False).logits[:, torch.from_numpy(wanted).to(device)]
+    rows, columns, targets = (torch.from_numpy(a.reshape(-1)).to(device) for a in (part.sequence, column, token))
+    chosen = logits[rows, columns].float() / temperature  # (trained, vocab)
+    logprobs: Tensor = chosen.log_softmax(-1).gather(1, targets[:, None]).squeeze(1)
+    return logprobs

@@ -1,0 +1,140 @@
+"""The differentiable pieces of a fused decoder, each with a backward written by hand.
+
+Weights take no part in autograd: every piece adds their gradients to fp32 buffers that it is given, so that bf16
+compute accumulates in fp32 over micro-batches. Activations stay in the compute dtype, reductions run in fp32.
+How the pieces make a decoder is in `fused_pass`; attention, in `tree_attention`; the head, in `head`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import Function, once_differentiable
+from torch.nn import functional
+
+
+def apply(piece: type[Function], *arguments: Any) -> Tensor:
+    """Run a differentiable piece: `Function.apply` with a type."""
+    return piece.apply(*arguments)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class Embedding(Function):
+    """Rows of an embedding. Arguments: weight (vocab, hidden), tokens (n,), gradient buffer."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, weight: Tensor, tokens: Tensor, gradient: Tensor) -> Tensor:
+        """`anchor` is any tensor that requires a gradient: it makes autograd call `backward`."""
+        ctx.save_for_backward(tokens)
+        ctx.gradient = gradient
+        return weight[tokens]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[None, ...]:
+        """Adds to the rows that were looked up."""
+        (tokens,) = ctx.saved_tensors
+        ctx.gradient.index_add_(0, tokens, upstream.to(ctx.gradient.dtype))
+        return None, None, None, None
+
+
+class Linear(Function):
+    """x Wᵀ + b. Arguments: x (n, in), weight (out, in), bias (out,) or None, their gradient buffers."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gradient: Tensor, bias_gradient: Tensor | None
+    ) -> Tensor:
+        """(n, out)."""
+        ctx.save_for_backward(x, weight)
+        ctx.gradient, ctx.bias_gradient = gradient, bias_gradient
+        return functional.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        """dx = dy W; dW += dyᵀ x."""
+        x, weight = ctx.saved_tensors
+        ctx.gradient.add_(upstream.T @ x)
+        if ctx.bias_gradient is not None:
+            ctx.bias_gradient.add_(upstream.sum(0, dtype=ctx.bias_gradient.dtype))
+        return upstream @ weight, None, None, None, None
+
+
+class RMSNorm(Function):
+    """x / rms(x) · w over the last dimension. Zhang & Sennrich 2019, arXiv:1910.07467, eq. 4."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float, gradient: Tensor) -> Tensor:
+        """Same shape as `x`."""
+        ctx.save_for_backward(x, weight)
+        ctx.epsilon, ctx.gradient = epsilon, gradient
+        return functional.rms_norm(x, (x.shape[-1],), weight, epsilon)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        """With x̂ = x / rms: dx = (w dy - x̂ mean(w dy x̂)) / rms; dw += Σ dy x̂."""
+        x, weight = ctx.saved_tensors
+        width = x.shape[-1]
+        inverse = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).square_()
+        inverse = inverse.div_(width).add_(ctx.epsilon).rsqrt_()
+        normed = x * inverse  # fp32
+        scaled = upstream.float()
+        ctx.gradient.add_((normed * scaled).reshape(-1, width).sum(0))
+        scaled = scaled.mul_(weight)
+        slope = torch.linalg.vecdot(scaled, normed).unsqueeze_(-1).div_(-width)
+        return scaled.addcmul_(normed, slope).mul_(inverse).to(x.dtype), None, None, None
+
+
+class Rotary(Function):
+    """Rotary position embedding, first half with second half. Su et al. 2021, arXiv:2104.09864."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x (n, heads, head_dim); cos, sin (n, 1, head_dim / 2)."""
+        ctx.save_for_backward(cos, sin)
+        return _rotated(x, cos, sin)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        """A rotation's transpose turns back."""
+        cos, sin = ctx.saved_tensors
+        return _rotated(upstream, cos, -sin), None, None
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    half = x.shape[-1] // 2
+    torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=out[..., half:]).addcmul_(first, sin)
+    return out
+
+
+class GatedSiLU(Function):
+    """silu(gate) · up. Shazeer 2020, arXiv:2002.05202. Argument: (n, 2 · width), gate then up."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        """(n, width)."""
+        ctx.save_for_backward(gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return functional.silu(gate).mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> Tensor:
+        """Recomputes silu instead of keeping it."""
+        (gate_up,) = ctx.saved_tensors
+        gate, up = gate_up.chunk(2, dim=-1)
+        out = torch.empty_like(gate_up)
+        width = gate.shape[-1]
+        torch.mul(functional.silu(gate), upstream, out=out[:, width:])
+        sigmoid = torch.sigmoid(gate)
+        # d silu / d gate = σ (1 + gate (1 - σ))
+        slope = torch.addcmul(gate, gate, sigmoid, value=-1).add_(1).mul_(sigmoid)
+        torch.mul(slope.mul_(up), upstream, out=out[:, :width])
+        return out
