@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 from typing import Any
 
@@ -223,6 +223,10 @@ class Evaluation:
         """Score of the tasks of each label, labels in natural order ("2 steps" before "10 steps")."""
         labels = sorted({task.label for task in self.tasks}, key=natural_key)
         return {label: score_of([task for task in self.tasks if task.label == label], confidence) for label in labels}
+
+    def only(self, label: str) -> Evaluation:
+        """The part of it whose tasks have this label."""
+        return replace(self, tasks=tuple(task for task in self.tasks if task.label == label))
 
     def as_record(self) -> dict[str, Any]:
         """As JSON values: what an "evaluation" event of a run directory carries. `from_record` reads it back."""

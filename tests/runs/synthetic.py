@@ -146,7 +146,7 @@ def make_run(
         writer.event(
             "step",
             stage="warmup",
-            step=step,
+            step=step - 1,
             metrics={"loss": 2.0 / step, "grad_norm": 1.0 / step, "learning_rate": 1e-4},
         )
         writer.cost("warmup", step)
@@ -160,7 +160,7 @@ def make_run(
             task = make_task(100 * step + number, "train")
             members = [make_rollout(writer, f"rl-{step}-{number}", member, task, skill, step) for member in range(8)]
             groups.append((Group(f"rl-{step}-{number}", task, members, step), "trained" if number else "no variance"))
-        writer.batch(f"rl-{step:06d}.parquet", groups)
+        writer.batch(f"rl-{step - 1:06d}.parquet", groups)
         rollouts = [rollout for group, _ in groups for rollout in group.rollouts]
         sampled = sum(rollout.sampled_tokens for rollout in rollouts)
         writer.spend(learner=9.0, weights=0.2, records=0.1)
@@ -185,10 +185,10 @@ def make_run(
             "learning_rate": 1e-5,
             "failed": float(32 - len(rewards)),
         }
-        writer.event("step", stage="rl", step=step, metrics=metrics)
+        writer.event("step", stage="rl", step=step - 1, metrics=metrics)
         writer.cost("rl", step)
         if step % every == 0:
-            evaluate(writer, f"step {step}" if step < steps else "rl", "rl", step, skill, tasks)
+            evaluate(writer, f"rl {step}" if step < steps else "rl", "rl", step, skill, tasks)
     writer.event(
         "warning", message="3 of 4 groups had no variance: they taught nothing (synthetic)", stage="rl", step=steps
     )

@@ -30,7 +30,7 @@ class Step:
 
     Attributes:
         stage: stage of the recipe, for example "rl".
-        step: its number within the stage.
+        step: its number within the stage, counted from 1 as people count (events and file names count from 0).
         clock: seconds since the run's start.
         metrics: what was measured.
     """
@@ -86,7 +86,7 @@ class RolloutFile:
     Attributes:
         path: the file.
         stage: stage of the recipe, or "" for an evaluation.
-        step: step that trained on it; None for an evaluation, and for what was left over when the stage ended.
+        step: step that trained on it, counted from 1; None for an evaluation, and for what was left over when the stage ended.
         evaluation: name of the evaluation as it stands in the file's name; None otherwise.
     """
 
@@ -188,7 +188,7 @@ class RunRecord:
         """The training steps in order. Of a step that was done again after a resume, the last one counts."""
         latest: dict[tuple[str, int], Step] = {}
         for event in self.of_kind("step"):
-            key = (str(event["stage"]), int(event["step"]))
+            key = (str(event["stage"]), int(event["step"]) + 1)
             latest.pop(key, None)
             latest[key] = Step(*key, float(event["clock"]), event.get("metrics", {}))
         return list(latest.values())
@@ -234,13 +234,18 @@ class RunRecord:
     def summary(self) -> dict[str, Any] | None:
         """summary.json, or None before the run's end."""
         file = self.path / "summary.json"
-        return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
+        try:
+            return dict(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else None
+        except (ValueError, TypeError) as error:
+            raise RunError(f"{file} is damaged ({error}).") from error
 
     @property
     def state(self) -> str:
-        """What the last "run" event says: "started", "resumed", "stopped" or "finished"."""
+        """ "finished", "stopped" (at a clean point), "running", or "interrupted" (its process is gone)."""
         said = [str(event["what"]) for event in self.of_kind("run") if "what" in event]
-        return said[-1] if said else "started"
+        if said and said[-1] in ("finished", "stopped"):
+            return said[-1]
+        return "running" if _is_locked(self.path / "lock") else "interrupted"
 
     @cached_property
     def rollout_files(self) -> list[RolloutFile]:
@@ -251,7 +256,8 @@ class RunRecord:
             if match := _EVALUATION_FILE.fullmatch(path.name):
                 found.append(RolloutFile(path, "", None, match["name"]))
             elif match := _STEP_FILE.fullmatch(path.name):
-                found.append(RolloutFile(path, match["stage"], int(match["step"]) if match["step"] else None, None))
+                step = int(match["step"]) + 1 if match["step"] else None
+                found.append(RolloutFile(path, match["stage"], step, None))
         return sorted(found, key=lambda file: order.get(file.path.name, len(self.events)))
 
     def attempts(self, file: RolloutFile) -> list[Attempt]:
@@ -286,7 +292,7 @@ class RunRecord:
         """The file of a step or of an evaluation; without either, the last step's.
 
         Args:
-            step: number of the step. Where several stages have it, the last stage counts unless `stage` says which.
+            step: number of the step, counted from 1. Where several stages have it, the last stage counts unless `stage` says which.
             stage: of the step.
             evaluation: name of the evaluation.
 
@@ -339,6 +345,17 @@ def list_runs(root: str | Path = "runs") -> list[RunRecord]:
     """The runs under a directory, the one that changed last first."""
     folders = [path.parent for path in Path(root).glob("*/events.jsonl")]
     return [RunRecord(path) for path in sorted(folders, key=lambda path: -(path / "events.jsonl").stat().st_mtime)]
+
+
+def _is_locked(file: Path) -> bool:
+    """Whether a process of this machine holds the lock, asked without touching it."""
+    locks = Path("/proc/locks")
+    if not locks.exists() or not file.exists():
+        return False
+    inode = str(file.stat().st_ino)
+    return any(
+        line.split()[5].rsplit(":", 1)[-1] == inode for line in locks.read_text().splitlines() if "->" not in line
+    )
 
 
 def _file_safe(name: str) -> str:

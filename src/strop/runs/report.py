@@ -104,17 +104,21 @@ PANELS = (
 )
 
 
-def write_report(run: RunRecord, out: Path, *, megabytes: float = 6.0) -> Path:
+def write_report(run_dir: Path, out: Path, *, megabytes: float = 6.0) -> Path:
     """Write the report of a run, finished or not.
 
     Args:
-        run: the run.
+        run_dir: the run's directory.
         out: the HTML file, replaced whole.
         megabytes: about how much of the file attempts may take; the page says how many of them it holds.
+
+    Returns:
+        `out`.
 
     Raises:
         RunError: the run's files are damaged, or `out` can't be written.
     """
+    run = RunRecord(run_dir)
     report = cost_report(run)
     page = _template("report.html").substitute(
         title=escape(run.name),
@@ -134,9 +138,13 @@ def write_report(run: RunRecord, out: Path, *, megabytes: float = 6.0) -> Path:
     return out
 
 
-def write_curve_svg(run: RunRecord, out: Path) -> Path:
-    """Write the curve of the held-out score with its interval as an SVG file, for a page about the run."""
-    svg = _score_chart(run, width=760, height=300).svg(standalone=True)
+def write_curve_svg(run_dir: Path, out: Path) -> Path:
+    """Write the curve of a run's held-out score with its interval as an SVG file, for a page about the run.
+
+    Returns:
+        `out`.
+    """
+    svg = _score_chart(RunRecord(run_dir), width=760, height=300).svg(standalone=True)
     with written_whole(out) as beside:
         beside.write_text(svg, encoding="utf-8")
     return out

@@ -5,6 +5,7 @@ Everything here returns something that rich can print and reads nothing but run 
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Iterable, Sequence
@@ -17,12 +18,13 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from strop.costs.prices import MachinePrice
 from strop.costs.report import CostReport, Gain, cost_report
 from strop.errors import RunError
 from strop.rollouts import ModelCall
-from strop.runs.reading import Attempt, RunRecord, Step, list_runs
+from strop.runs.reading import Attempt, RunRecord, Step, list_runs, open_run
 from strop.runs.turns import Turn, token_texts, turns
-from strop.statistics import Estimate
+from strop.statistics import Estimate, Evaluation, compare
 
 #: Step metrics that are worth a column, in this order, where the run has them: (metric, heading, format).
 COLUMNS = (
@@ -115,6 +117,11 @@ def show_steps(steps: Sequence[Step], hidden: int = 0) -> Table:
     return table
 
 
+def show_cost(run: RunRecord, price: MachinePrice | None = None, target_points: float | None = None) -> RenderableType:
+    """What a run cost and bought; arguments as in `cost_report`."""
+    return show_costs(cost_report(run, price, target_points))
+
+
 def show_costs(report: CostReport) -> RenderableType:
     """Where the seconds and dollars went, and what they bought."""
     table = _table("phase", "activity", ">time", ">share", ">cost")
@@ -170,6 +177,48 @@ def show_gains(gains: Iterable[Gain]) -> Table:
             else f"{gain.break_even:,.0f} tasks",
         )
     return table
+
+
+def show_comparison(before: str, after: str, root: str | Path = "runs") -> RenderableType:
+    """Two evaluations of the same tasks, compared task by task.
+
+    Args:
+        before, after: a file that `strop eval --out` wrote, or RUN (its last evaluation), or RUN:EVALUATION.
+        root: directory of runs that are given by name.
+
+    Raises:
+        RunError: there is no such file, run or evaluation.
+        EvaluationError: they have no task in common.
+    """
+    old, new = find_evaluation(before, root), find_evaluation(after, root)
+    found = compare(old, new)
+    table = _table("tasks", f">{before}", f">{after}", ">gain, points", ">n")
+    labels = [label for label in old.by_label() if label in new.by_label()]
+    rows = [("all in common", found)]
+    if len(labels) > 1:
+        rows += [(f"  {label}", compare(old.only(label), new.only(label))) for label in labels]
+    for name, row in rows:
+        gain = interval(row.gain.scaled(100), "+.1f")
+        table.add_row(name, f"{row.score_before:.1%}", f"{row.score_after:.1%}", gain, str(row.gain.n))
+    left_out = f" {found.left_out} tasks that only one of the two scored are left out." if found.left_out else ""
+    lines = f"{found.wins} tasks went up, {found.losses} down; sign test p = {found.p_value:.2g}.{left_out}"
+    return Group(table, Text(lines))
+
+
+def find_evaluation(where: str, root: str | Path = "runs") -> Evaluation:
+    """The evaluation that a file, RUN or RUN:EVALUATION names; see `show_comparison`."""
+    if Path(where).is_file():
+        try:
+            return Evaluation.from_record(json.loads(Path(where).read_text(encoding="utf-8")))
+        except ValueError as error:
+            raise RunError(f"{where} isn't an evaluation: it isn't JSON ({error}).") from error
+    name, _, wanted = where.partition(":")
+    run = open_run(name, root)
+    names = [found.evaluation.name for found in run.evaluations]
+    if not names or (wanted and wanted not in names):
+        there = ", ".join(names) or "none"
+        raise RunError(f"Run {run.name} has no evaluation{f' {wanted!r}' if wanted else ''}. There are: {there}.")
+    return run.evaluations[names.index(wanted) if wanted else -1].evaluation
 
 
 def show_step(
@@ -309,7 +358,7 @@ def _table(*headings: str) -> Table:
 
 
 def _state(run: RunRecord) -> Text:
-    colours = {"finished": "green", "failed": "red", "stopped": "yellow"}
+    colours = {"finished": "green", "interrupted": "red", "stopped": "yellow"}
     return Text(run.state, style=colours.get(run.state, "cyan"))
 
 
@@ -343,7 +392,7 @@ def dollars(usd: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as people say them: "0.4 s", "42 s", "3 min 05 s", "2 h 07 min"."""
+    """Seconds as people say them: "0.4 s", "42 s", "3 min 05 s", "2 h 07 min", "2 d 7 h"."""
     if seconds < 10:
         return f"{seconds:.1f} s"
     whole = round(seconds)
@@ -351,7 +400,9 @@ def duration(seconds: float) -> str:
         return f"{whole} s"
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    if whole < 172_800:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    return f"{whole // 86_400} d {whole % 86_400 // 3600} h"
 
 
 def ago(moment: float) -> str:
