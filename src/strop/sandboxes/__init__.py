@@ -1,0 +1,1 @@
+"""Where model-written code runs: isolated places, cheap enough for thousands at once."""
