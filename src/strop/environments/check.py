@@ -28,6 +28,8 @@ _LONG = 8000
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 #: Seconds that one step of an attempt may take here.
 _PATIENCE = 60.0
+#: What a step gives that failed.
+_BROKE = object()
 
 
 @dataclass(slots=True)
@@ -195,14 +197,14 @@ def _prompt_length(check: Check, tasks: Sequence[Task], renderer: Renderer | Non
 async def _attempt(check: Check, environment: Environment, task: Task) -> None:
     """Start an attempt, call what can be called, and score an attempt that says nothing useful."""
     session = await _step(check, "start(task, seed)", lambda: environment.start(task, 0))
-    if session is None:
+    if session is _BROKE:
         return
     if not isinstance(session, Session):
         check.problems.append(f"start(task, seed) gives a {type(session).__name__}; it must give a Session.")
         return
     for name in [_tool_name(tool) for tool in task.tools] + ["no_such_tool"]:
         outcome = await _step(check, f"session.call({name!r}, {{}})", lambda name=name: session.call(name, {}))  # type: ignore[misc]
-        if outcome is not None and not isinstance(outcome, ToolOutcome):
+        if outcome is not _BROKE and not isinstance(outcome, ToolOutcome):
             check.problems.append(
                 f"session.call({name!r}, …) gives a {type(outcome).__name__}; it must give a ToolOutcome, also for "
                 "wrong arguments: what the agent reads is how it learns to do better."
@@ -212,13 +214,13 @@ async def _attempt(check: Check, environment: Environment, task: Task) -> None:
     rollout = Rollout(id="check/0", task_id=task.id, environment=environment.name, member=0, seed=0)
     rollout.transcript = [*task.messages, {"role": "assistant", "content": "I don't know."}]
     scored = await _step(check, "score of an attempt that says “I don't know.”", lambda: session.score(rollout))
-    if scored is not None:
+    if scored is not _BROKE:
         _look_at_score(check, scored)
     await _step(check, "session.close()", session.close)
 
 
 async def _step(check: Check, what: str, make: Callable[[], Awaitable[Any]]) -> Any:
-    """Await one step of an attempt; None, and a problem, if it fails."""
+    """Await one step of an attempt; `_BROKE`, and a problem, if it fails."""
     try:
         async with asyncio.timeout(_PATIENCE):
             return await make()
@@ -228,7 +230,7 @@ async def _step(check: Check, what: str, make: Callable[[], Awaitable[Any]]) -> 
         check.problems.append(f"{what} fails as a fault of the system ({error}). Every attempt would be thrown away.")
     except Exception as error:
         check.problems.append(f"{what} raises {_said(error)}.")
-    return None
+    return _BROKE
 
 
 def _look_at_score(check: Check, scored: object) -> None:

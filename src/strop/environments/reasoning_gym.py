@@ -1,7 +1,8 @@
 """Every task of the reasoning-gym package, by name and difficulty, as single replies.
 
 Questions are drawn and scored by the package. Some of its scorers evaluate the answer as Python; what a model wrote is
-never executed here, so to those only plain literals or formulas get through.
+never executed here, so to those only plain literals or formulas get through. Others are wrong in ways that a model
+would learn to use, which is made good here.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import ast
 import dataclasses
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from strop.environments.drawn import DrawnTasks
@@ -26,18 +28,15 @@ _SOLVED = 0.99  # scores are 0 to 1; a wrong answer may get up to some tenths fo
 #: Scorers that pass the answer to `eval` (reasoning-gym 0.1.25), and those that pass it to sympy's parser, which does.
 _EVALUATED = {"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"}
 _PARSED = {"countdown", "intermediate_integration", "polynomial_multiplication", "puzzle24", "simple_integration"}
-_FUNCTIONS = {"sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh", "exp", "log", "ln", "sqrt", "Abs"}
-_FORMULA = (
-    ast.Expression,
-    ast.BinOp,
-    ast.UnaryOp,
-    ast.Constant,
-    ast.Name,
-    ast.Call,
-    ast.operator,
-    ast.unaryop,
-    ast.Load,
+#: Scorers that raise on an answer they can't read, instead of calling it wrong; and those that take any text for true.
+_RAISING, _TRUTHY = {"boxnet", "coin_flip", "game_of_life", "prime_factorization"}, {"game_of_life_halting"}
+#: "nan" and "inf" among figures: no right answer holds them, and some scorers take them for one.
+_NO_NUMBER = re.compile(
+    r"[\s\d.,+\-*ij()]*(nan|inf(inity)?)[\s\d.,+\-*ij()]*(nan|inf(inity)?)?[\s\d.,+\-*ij()]*", re.IGNORECASE
 )
+_FUNCTIONS = {"sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh", "exp", "log", "ln", "sqrt", "Abs"}
+_OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow, ast.UAdd, ast.USub)
+_FORMULA = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.Constant, ast.Name, ast.Call, ast.Load, *_OPERATORS)
 
 
 class ReasoningGym(Environment):
@@ -73,6 +72,7 @@ class ReasoningGym(Environment):
         self.task, self.difficulty, self.suffix = task, dict(difficulty or {}), suffix
         self.sizes, self.seed = {"train": train_tasks, "test": test_tasks}, seed
         self._dataset, self._pool = self._make_dataset()
+        self._entry: Callable[[int], dict[str, Any]] = lru_cache(maxsize=512)(self._dataset.__getitem__)
 
     def tasks(self, split: str) -> Sequence[Task]:
         """See `Environment.tasks`."""
@@ -80,7 +80,7 @@ class ReasoningGym(Environment):
 
     def _draw(self, rng: random.Random) -> tuple[str, Task]:
         index = rng.randrange(self._pool)
-        question = str(self._dataset[index]["question"])
+        question = str(self._entry(index)["question"])
         task = Task(
             id="",
             environment=self.name,
@@ -123,11 +123,22 @@ class ReasoningGym(Environment):
         marked = _ANSWER.findall(said)
         answer = (marked[-1] if marked else said).strip()
         try:
-            entry = self._dataset[int(task.data["index"])]
-            reward = float(self._dataset.score_answer(answer if _is_safe(self.task, answer) else None, entry))
+            reward = self._score(answer, self._entry(int(task.data["index"])))
         except Exception as error:
             raise AttemptError(FailureKind.SCORER, f"{self.task}: {type(error).__name__}: {error}") from error
         return Scored(reward, {"answer_marked": float(bool(marked))}, solved=reward >= _SOLVED)
+
+    def _score(self, answer: str, entry: dict[str, Any]) -> float:
+        if self.task in _TRUTHY:
+            return float(answer.lower() == str(entry["answer"]).lower())
+        if not _is_safe(self.task, answer):
+            return float(self._dataset.score_answer(None, entry))
+        try:
+            return float(self._dataset.score_answer(answer, entry))
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+            if self.task in _RAISING:
+                return float(self._dataset.score_answer(None, entry))
+            raise
 
 
 def _option_names(configuration: type) -> list[str]:
@@ -135,7 +146,9 @@ def _option_names(configuration: type) -> list[str]:
 
 
 def _is_safe(task: str, answer: str) -> bool:
-    """Whether the task's scorer may see `answer`: it won't execute anything that it was not meant to."""
+    """Whether the task's scorer may see `answer`: it neither executes it nor is misled by it."""
+    if _NO_NUMBER.fullmatch(answer):
+        return False
     if not answer or task not in _EVALUATED | _PARSED:
         return True
     return _is_formula(answer) if task in _PARSED else _is_literal(answer)
@@ -175,7 +188,7 @@ def _is_formula(text: str) -> bool:
 def _is_small_power(node: ast.BinOp) -> bool:
     """Whether a power is of something without powers, to a number below 100 or a formula without numbers like that."""
     inner = [part for side in (node.left, node.right) for part in ast.walk(side)]
-    if any(isinstance(part, ast.BinOp) and isinstance(part.op, (ast.Pow, ast.LShift)) for part in inner):
+    if any(isinstance(part, ast.Pow) for part in inner):
         return False
     return all(_is_below(part, 100) for part in ast.walk(node.right) if isinstance(part, ast.Constant))
 
