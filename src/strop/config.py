@@ -99,6 +99,16 @@ class CostSettings(Settings):
     target_points: float | None = None  # for "dollars until the gain's lower bound passed it"
 
 
+class DeadlineSettings(Settings):
+    """How long the run may wait for one thing before it ends, resumable. Attempts' deadlines are in `collect`."""
+
+    setup_seconds: Seconds = 3600.0  # loading the model, which may have to be fetched
+    learner_seconds: Seconds = 3600.0  # one forward and backward pass over a batch, or one optimizer step
+    evaluation_seconds: Seconds = 3600.0  # one evaluation
+    evaluation_attempt_seconds: Seconds = 600.0  # one attempt of it; longer is a failure of the system
+    checkpoint_seconds: Seconds = 900.0  # writing one checkpoint
+
+
 class CheckpointSettings(Settings):
     """When the state is saved. The end of a stage always is."""
 
@@ -214,6 +224,7 @@ class Recipe(Settings):
     environment: EnvironmentSettings | None = None
     evaluation: EvaluationSettings = EvaluationSettings()
     costs: CostSettings = CostSettings()
+    deadlines: DeadlineSettings = DeadlineSettings()
     stages: Annotated[list[Stage], Field(min_length=1)]
 
     @model_validator(mode="after")

@@ -5,22 +5,27 @@ from a failure of the agent. Deadlines and the taxonomy live here; retries and g
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import math
+import numbers
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from strop.agents.agent import Agent
 from strop.costs import Ledger
-from strop.environments.environment import Environment
+from strop.environments.environment import Environment, Session
 from strop.errors import AttemptError, StropError
 from strop.rollouts import Failed, FailureKind, Rollout, Scored, Task, derive_seed
+from strop.runs.waits import Waits
 from strop.sampling.conversation import Conversation
 from strop.sampling.sampler import Sampler, SamplingParams
 
 if TYPE_CHECKING:
     from renderers.base import Renderer
+
+#: Seconds that closing a session may take. The attempt has its ending by then; what doesn't close is left behind.
+CLOSE_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +38,7 @@ class AttemptRunner:
         seconds: deadline of ours for a whole attempt.
         ledger: told what each part of it waits for.
         clock: seconds since the run began.
+        waits: the run's list, in which every attempt stands while it is under way.
     """
 
     environment: Environment
@@ -43,6 +49,7 @@ class AttemptRunner:
     seconds: float
     ledger: Ledger
     clock: Callable[[], float]
+    waits: Waits = field(default_factory=Waits)
 
     async def run(self, group_id: str, member: int, task: Task, seed: int, tries: int = 1) -> Rollout:
         """Make one attempt; it always comes back, with an ending.
@@ -61,11 +68,17 @@ class AttemptRunner:
         rollout = Rollout(f"{group_id}/{member}", task.id, task.environment, member, 0, tries=tries)
         rollout.seed = derive_seed(seed, rollout.id)
         rollout.started = self.clock()
+        listed = self.waits.during(f"attempt {rollout.id}", self.seconds, lambda: _progress(rollout), watched=False)
         try:
-            async with asyncio.timeout(self.seconds) as timeout:
-                rollout.ending = await self._act_and_score(task, rollout)
+            with listed:
+                async with asyncio.timeout(self.seconds) as timeout:
+                    rollout.ending = await self._act_and_score(task, rollout)
         except AttemptError as error:
             rollout.ending = Failed(error.kind, error.reason)
+        except asyncio.CancelledError:
+            if _asked_to_end():
+                raise
+            rollout.ending = Failed(FailureKind.ENVIRONMENT, "it cancelled itself, though nobody asked it to end")
         except TimeoutError as error:
             if timeout.expired():
                 rollout.ending = Failed(FailureKind.TIMEOUT, f"the attempt took longer than {self.seconds:g} s")
@@ -73,7 +86,7 @@ class AttemptRunner:
                 rollout.ending = Failed(FailureKind.ENVIRONMENT, _sentence(error))
         except StropError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             rollout.ending = Failed(FailureKind.ENVIRONMENT, _sentence(error))
         rollout.ended = self.clock()
         _account(rollout)
@@ -98,30 +111,52 @@ class AttemptRunner:
             with self.ledger.activity("scoring"):
                 try:
                     scored = await session.score(rollout)
-                except (AttemptError, TimeoutError):
+                except AttemptError:
                     raise
-                except Exception as error:
+                except (Exception, SystemExit) as error:
                     raise AttemptError(FailureKind.SCORER, _sentence(error)) from error
             rollout.seconds["scoring"] = self.clock() - scoring
             return _checked(scored)
         finally:
-            with contextlib.suppress(Exception):  # the attempt has its ending; the environment's own log has the rest
-                await session.close()
+            await _close(session)
+
+
+async def _close(session: Session) -> None:
+    """Free what the attempt held. Its ending stands by now, so whatever goes wrong here can't change it."""
+    try:
+        async with asyncio.timeout(CLOSE_SECONDS):
+            await session.close()
+    except asyncio.CancelledError:
+        if _asked_to_end():
+            raise
+    except (Exception, SystemExit):  # the environment's own log has the rest
+        return
+
+
+def _asked_to_end() -> bool:
+    """Whether somebody cancelled the present task (and no code of its own raised `CancelledError`)."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _progress(rollout: Rollout) -> str:
+    return f"{len(rollout.calls)} replies, {rollout.sampled_tokens} tokens so far"
 
 
 def _checked(scored: object) -> Scored:
-    """What a scorer gave, if it is a score."""
+    """What a scorer gave, if it is a score: plain finite numbers, as they are stored."""
     if not isinstance(scored, Scored):
         raise AttemptError(FailureKind.SCORER, f"the scorer gave {scored!r} instead of a Scored")
-    if (
-        not isinstance(scored.reward, int | float)
-        or scored.reward != scored.reward
-        or abs(scored.reward) == float("inf")
-    ):
-        raise AttemptError(
-            FailureKind.SCORER, f"the scorer gave the reward {scored.reward!r}, which is no finite number"
-        )
-    return scored
+    reward = _finite("reward", scored.reward)
+    return replace(
+        scored, reward=reward, metrics={name: _finite(name, value) for name, value in scored.metrics.items()}
+    )
+
+
+def _finite(name: str, value: object) -> float:
+    if not isinstance(value, numbers.Real) or not math.isfinite(value):
+        raise AttemptError(FailureKind.SCORER, f"the scorer gave {value!r} as {name}, which is no finite number")
+    return float(value)
 
 
 def _sentence(error: BaseException) -> str:

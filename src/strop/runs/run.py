@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import platform
+import threading
 import time
 import tomllib
 from collections.abc import Callable, Iterator
@@ -25,7 +26,7 @@ from strop.costs import Ledger, price_of
 from strop.errors import RunError
 from strop.runs import files
 from strop.runs.events import BadLine, Event, LineLog, now, read_lines
-from strop.runs.waits import Waits
+from strop.runs.waits import GRACE, Waits, Watchdog
 
 _PACKAGES = ("strop", "torch", "transformers", "tokenizers", "renderers", "numpy", "pyarrow", "peft", "reasoning-gym")
 
@@ -54,20 +55,32 @@ class Run:
         self.path, self.recipe, self.resumed = path, recipe, resumed
         self._lock = _lock(path)
         self.listeners: list[Callable[[Event], None]] = []
-        self.ledger = Ledger()
+        self.ledger, began = Ledger(), time.monotonic()
         self.waits = Waits()
+        self.watchdog: Watchdog | None = None
+        self._writing = threading.Lock()
         last_clock = 0.0
-        self._logged_steps: set[tuple[str, int]] = set()
+        self._logged_steps: dict[tuple[str, int], float | None] = {}  # by earlier processes, with the loss
+        self._batch_hashes: dict[str, str] = {}  # of earlier processes
         self._evaluations: dict[str, Event] = {}
-        self._batch_hashes: dict[str, str] = {}
+        ledger: Event = {}
         damaged = []
         for event in read_lines(path / "events.jsonl") if resumed else ():
             if isinstance(event, BadLine):
                 damaged.append(event)
                 continue
             last_clock = max(last_clock, float(event["clock"]))
-            self._remember(event)
-        self._began = time.monotonic() - last_clock
+            match event["kind"]:
+                case "step":
+                    self._logged_steps[event["stage"], event["step"]] = event["metrics"].get("loss")
+                case "batch":
+                    self._batch_hashes[event["file"]] = event["sha256"]
+                case "evaluation":
+                    self._evaluations[event["name"]] = event
+                case "cost":
+                    ledger = event["ledger"]
+        self.ledger.restore(_with_lost_time(ledger, last_clock))
+        self._began = began - last_clock
         self.events = LineLog(path / "events.jsonl")
         if resumed:
             leftovers = [str(part.relative_to(path)) for part in files.remove_leftovers(path)]
@@ -124,9 +137,11 @@ class Run:
 
     def log(self, kind: str, *, flush: bool = False, **fields: Any) -> None:
         """Append an event and tell the listeners."""
-        event: Event = {"time": round(now(), 3), "clock": round(self.clock, 4), "kind": kind, **fields}
-        self.events.append(event, flush=flush)
-        self._remember(event)
+        with self._writing:  # the watchdog writes too, and clocks must not go back
+            event: Event = {"time": round(now(), 3), "clock": round(self.clock, 4), "kind": kind, **fields}
+            self.events.append(event, flush=flush)
+        if kind == "evaluation":
+            self._evaluations[event["name"]] = event
         for listener in self.listeners:
             listener(event)
 
@@ -139,27 +154,18 @@ class Run:
         """A plain sentence that people should read."""
         self.log("warning", message=sentence, **fields)
 
-    def _remember(self, event: Event) -> None:
-        match event["kind"]:
-            case "step":
-                self._logged_steps.add((event["stage"], event["step"]))
-            case "evaluation":
-                self._evaluations[event["name"]] = event
-            case "batch":
-                self._batch_hashes[event["file"]] = event["sha256"]
-            case "cost" if self.resumed and not self.events_open:
-                self.ledger.restore(event["ledger"])
-
-    @property
-    def events_open(self) -> bool:
-        """Whether this process writes events already (false while earlier ones are read)."""
-        return hasattr(self, "events")
-
     def log_step(self, stage: str, step: int, metrics: dict[str, float]) -> None:
-        """Log a trained step once: a step that is replayed after a resume isn't logged again."""
+        """Log a trained step once: one that is replayed after a resume isn't logged again, but compared."""
         if (stage, step) not in self._logged_steps:
             self.log("step", stage=stage, step=step, metrics=metrics)
             self.log("cost", stage=stage, step=step, ledger=self.ledger.snapshot())
+            return
+        before, again = self._logged_steps[stage, step], metrics.get("loss")
+        if before != again:
+            self.warn(
+                f"{stage} step {step} gave a loss of {again!r} when it was replayed, and {before!r} before: this "
+                f"machine, its libraries or its number of threads compute differently, so the weights differ as well"
+            )
 
     def step_logged(self, stage: str, step: int) -> bool:
         """Whether a step was trained and logged before."""
@@ -208,7 +214,12 @@ class Run:
         path = self.path / "checkpoints" / f"{stage}-{step:06d}"
         if path.exists():
             return path
-        with self.ledger.activity("checkpoint"), files.written_whole(path) as beside:
+        limit = self.recipe.deadlines.checkpoint_seconds
+        with (
+            self.waits.during(f"checkpoint {path.name}", limit),
+            self.ledger.activity("checkpoint"),
+            files.written_whole(path) as beside,
+        ):
             beside.mkdir()
             save(beside)
             files.write_json(beside / "state.json", {"stage": stage, "step": step, **state})
@@ -240,6 +251,21 @@ class Run:
             files.remove_folder(checkpoint.path)
         return None
 
+    # -- waits ------------------------------------------------------------------------------------------------------
+
+    def watch(self) -> None:
+        """Have the waits watched until the run is closed."""
+        self.watchdog = self.watchdog or Watchdog(self.waits, self.warn, self._stalled)
+
+    def _stalled(self, why: str) -> None:
+        """The last event of a process that the watchdog ends; a thread may be stuck with the lock, so without it."""
+        clock = round(self.clock, 4)
+        self.events.append({"time": round(now(), 3), "clock": clock, "kind": "run", "what": "stalled", "message": why})
+
+    def ending(self) -> None:
+        """Work is over, well or not: what is under way still gets so long to end."""
+        self.waits.begin("the end of what was under way", GRACE)
+
     # -- end --------------------------------------------------------------------------------------------------------
 
     def finish(self, summary: dict[str, Any]) -> None:
@@ -249,6 +275,8 @@ class Run:
 
     def close(self) -> None:
         """Let go of the directory."""
+        if self.watchdog:
+            self.watchdog.close()
         self.events.close()
         os.close(self._lock)
 
@@ -284,6 +312,16 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
+
+
+def _with_lost_time(ledger: Event, clock: float) -> Event:
+    """A process that was killed could not account for its last seconds: they are booked as lost, not left out."""
+    accounts = {phase: dict(parts) for phase, parts in ledger.get("accounts", {}).items()}
+    known = sum(sum(parts.values()) for parts in accounts.values())
+    if clock > known:
+        lost = accounts.setdefault("killed", {})
+        lost["lost"] = lost.get("lost", 0.0) + clock - known
+    return {**ledger, "accounts": accounts}
 
 
 def _price(recipe: Recipe) -> dict[str, Any]:

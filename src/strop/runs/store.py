@@ -106,8 +106,8 @@ def _read(path: Path, columns: list[str] | None = None) -> pa.Table:
 
 
 def _row(group: Group, rollout: Rollout, used: str) -> dict[str, Any]:
-    ending = rollout.ending
-    scored, failed = isinstance(ending, Scored), isinstance(ending, Failed)
+    scored = rollout.ending if isinstance(rollout.ending, Scored) else None
+    failed = rollout.ending if isinstance(rollout.ending, Failed) else None
     return {
         "rollout_id": rollout.id,
         "group_id": group.id,
@@ -119,11 +119,11 @@ def _row(group: Group, rollout: Rollout, used: str) -> dict[str, Any]:
         "seed": rollout.seed,
         "tries": rollout.tries,
         "forks": rollout.forks,
-        "reward": ending.reward if scored else None,
-        "solved": ending.solved if scored else None,
-        "failure_kind": ending.kind.value if failed else None,
-        "failure_reason": ending.reason if failed else None,
-        "metrics": json.dumps(dict(ending.metrics) if scored else {}),
+        "reward": scored.reward if scored else None,
+        "solved": scored.solved if scored else None,
+        "failure_kind": failed.kind.value if failed else None,
+        "failure_reason": failed.reason if failed else None,
+        "metrics": json.dumps(dict(scored.metrics) if scored else {}),
         "seconds": json.dumps(rollout.seconds),
         "transcript": json.dumps(rollout.transcript),
         "task": json.dumps(task_dict(group.task)) if rollout is group.rollouts[0] else None,

@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
 from strop.agents.attempts import AttemptRunner
 from strop.config import CollectSettings
@@ -22,6 +22,8 @@ from strop.runs.journal import Entry, Journal
 from strop.runs.run import Run
 from strop.runs.store import read_groups, read_state, trained, write_groups
 
+#: Seconds that cancelled attempts get to end; one that swallows its cancellation is left behind.
+HALT_SECONDS = 30.0
 #: How many of the last tries decide whether too many fail.
 FAILURE_WINDOW = 64
 
@@ -111,7 +113,8 @@ class Collector:
                 group.timer.cancel()
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if tasks and (stuck := (await asyncio.wait(tasks, timeout=HALT_SECONDS))[1]):
+            self.run.warn(f"{len(stuck)} attempts did not end within {HALT_SECONDS:g} s of being cancelled")
 
     async def next_batch(self, step: int) -> list[Group]:
         """The groups that `step` trains on: stored ones if the step was collected before, else new ones.
@@ -159,15 +162,23 @@ class Collector:
             self._admit()
 
     async def abandon(self) -> None:
-        """End the stage: what is under way is cancelled, and recorded with that ending beside what had finished."""
+        """End the stage: what is under way is cancelled, and recorded with that ending beside what had finished.
+
+        Call it before the stage's last checkpoint: whoever resumes from there never comes back here.
+        """
+        self._closed = True  # what an earlier process left unfinished is taken up, and no attempt started
+        self._take_up(self._step)
         await self._halt()
         for group in self._open.values():
             for member in range(self.settings.group_size + self.settings.oversample):
                 if member not in group.members:
                     ending = FailureKind.CANCELLED, "the stage ended"
                     group.members[member] = self._unfinished(group, member, *ending)
-        if rest := [(self._group(group), "the stage ended") for group in self._open.values()] + self._left_out:
-            path = self.run.path / "rollouts" / f"{self.stage}-rest.parquet"
+        path = self.run.path / "rollouts" / f"{self.stage}-rest.parquet"
+        rest = [(self._group(group), "the stage ended") for group in self._open.values()] + self._left_out
+        if path.exists():  # an earlier process came this far, but not to the checkpoint
+            self.run.check_batch(path)
+        elif rest:
             write_groups(path, rest, {})
             self.run.batch_stored(path)
         self._open.clear()
@@ -177,22 +188,27 @@ class Collector:
 
     def _begin_step(self, step: int) -> None:
         self._step = step
-        if self._resuming:
-            found: dict[int, list[Entry]] = {}
-            for entry in self._journal.found:
-                found.setdefault(entry.group, []).append(entry)
-            for number, begun in self._carried.items():
-                self._begin(number, begun, found.pop(number, []))
-            for number in range(self._next, max(found, default=-1) + 1):
-                entries = found.get(number, [])
-                self._begin(number, entries[0].begun if entries else step, entries)
-                self._next = number + 1
-            self._journal.found, self._resuming = [], False
-            for line in self._journal.damaged:
-                self.run.warn(
-                    f"{self._journal.path.name} line {line.number} is damaged ({line.why}); that attempt is made again"
-                )
+        self._take_up(step)
         self._admit()
+
+    def _take_up(self, step: int) -> None:
+        """Go on with what an earlier process left: groups that were open, and attempts that had finished."""
+        if not self._resuming:
+            return
+        found: dict[int, list[Entry]] = {}
+        for entry in self._journal.found:
+            found.setdefault(entry.group, []).append(entry)
+        for number, begun in self._carried.items():
+            self._begin(number, begun, found.pop(number, []))
+        for number in range(self._next, max(found, default=-1) + 1):
+            entries = found.get(number, [])
+            self._begin(number, entries[0].begun if entries else step, entries)
+            self._next = number + 1
+        self._journal.found, self._resuming = [], False
+        for line in self._journal.damaged:
+            self.run.warn(
+                f"{self._journal.path.name} line {line.number} is damaged ({line.why}); that attempt is made again"
+            )
 
     def _may_admit(self) -> bool:
         """Whether the bounds on staleness and on replacements let another group begin."""
@@ -203,7 +219,7 @@ class Collector:
         )
 
     def _admit(self) -> None:
-        while self._may_admit():
+        while not self._closed and self._may_admit():
             self._next += 1
             self._begin(self._next - 1, self._step)
 
@@ -224,28 +240,41 @@ class Collector:
                 continue
             if group.timer is None:
                 loop = asyncio.get_running_loop()
-                group.timer = loop.call_later(self.settings.group_seconds, self._cut, group)
+                group.timer = loop.call_later(self.settings.group_seconds, self._guarded, self._cut, group)
             self._in_flight += 1
             group.running[member] = asyncio.create_task(self._attempt(group, member, tries))
 
     async def _attempt(self, group: _Open, member: int, tries: int) -> None:
         try:
             rollout = await group.runner.run(self._id(group), member, group.task, self.seed, tries)
-        except Exception as error:  # bad input or a bug: no retry would mend it
+            self._finished(group, rollout)
+        except Exception as error:  # bad input, a full disk or a bug: no retry would mend it
             self._stop(error)
-            return
         finally:
             self._in_flight -= 1
             group.running.pop(member, None)
             if not self._closed:
-                asyncio.get_running_loop().call_soon(self._fill)
+                asyncio.get_running_loop().call_soon(self._guarded, self._fill)
+
+    def _finished(self, group: _Open, rollout: Rollout) -> None:
+        """An attempt came to its ending: retry it, or keep it."""
+        if group.ended:
+            return  # in the same moment in which its group was complete without it; it is recorded as that
         failed = rollout.ending if isinstance(rollout.ending, Failed) else None
         self._watch_failures(failed)
-        if failed and tries <= self.settings.retries:
-            self._pending.append((group, member, tries + 1))
+        if failed and rollout.tries <= self.settings.retries:
+            self._pending.append((group, rollout.member, rollout.tries + 1))
             return
         self._record(group, rollout)
-        self._end_if_complete(group)
+        if not self._closed:
+            self._end_if_complete(group)
+
+    def _guarded(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Run a callback of the event loop, which would swallow its exception and leave `next_batch` waiting."""
+        try:
+            function(*arguments)
+        except Exception as error:
+            self._stop(error)
 
     def _record(self, group: _Open, rollout: Rollout) -> None:
         group.members[rollout.member] = rollout

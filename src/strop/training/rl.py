@@ -43,8 +43,9 @@ async def train_rl(stage: RLSettings, shop: Workshop, done: int) -> None:
             collector.stepped(step)
             run.log_step(stage.name, step, metrics)
             await shop.evaluate_if_due(stage, step + 1)
+            if step + 1 == stage.steps:
+                await collector.abandon()  # before the last checkpoint: a resume from there doesn't come back here
             shop.checkpoint_if_due(stage, step + 1)
-        await collector.abandon()
 
 
 def drop_reason(stage: RLSettings):  # type: ignore[no-untyped-def]

@@ -69,6 +69,7 @@ def build(run: Run, loaded: Loaded) -> Workshop:
     import torch
 
     from strop.learning import EmbeddedLearner
+    from strop.models.lora import add_adapter
     from strop.models.policy import Policy
     from strop.sampling.embedded import EmbeddedSampler
     from strop.sampling.rendering import renderer_for
@@ -77,10 +78,15 @@ def build(run: Run, loaded: Loaded) -> Workshop:
     if recipe.threads:
         torch.set_num_threads(recipe.threads)
     dtype = None if recipe.model.dtype == "auto" else getattr(torch, recipe.model.dtype)
-    policy = Policy(loaded.model, dtype=dtype)
-    settings = recipe.learner
+    model, settings = loaded.model, recipe.learner
+    if recipe.model.lora is not None:
+        model = add_adapter(model, **recipe.model.lora.model_dump())
+    masters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    policy = Policy(model, dtype=dtype)
     learner = EmbeddedLearner(
         policy,
+        loaded.tokenizer,
+        masters=masters,
         tokens_per_micro_batch=settings.tokens_per_micro_batch,
         weight_decay=settings.weight_decay,
         betas=settings.betas,
@@ -110,7 +116,8 @@ async def train(run: Run) -> dict[str, Any]:
     recipe = run.recipe
     check(recipe)
     price = price_of(recipe.costs.machine, recipe.costs.usd_per_hour)
-    with run.ledger.activity("setup"):
+    run.watch()
+    with run.ledger.activity("setup"), run.waits.during("setting up", recipe.deadlines.setup_seconds):
         run.tell("progress", what=f"loading {recipe.model.name}", done=0, of=0)
         shop = build(run, load_model(recipe.model.name))
         for stage in recipe.stages:
@@ -125,6 +132,7 @@ async def train(run: Run) -> dict[str, Any]:
     try:
         await _stages(run, shop, (checkpoint.stage, checkpoint.step) if checkpoint else None)
     finally:
+        run.ending()
         await shop.sampler.close()
         run.log("cost", ledger=run.ledger.snapshot())
     summary = summarise(RunRecord(run.path))

@@ -57,9 +57,15 @@ class Workshop:
         return derive_seed(self.recipe.seed, *purpose)
 
     async def work(self, function: Callable[..., Metrics], *arguments: Any) -> Metrics:
-        """Run a piece of the learner's work in a thread, so that attempts under way go on."""
-        with self.run.ledger.activity("learner"):
-            return await asyncio.to_thread(function, *arguments)
+        """Run a piece of the learner's work in a thread, so that attempts under way go on.
+
+        Raises:
+            StallError: it took longer than `deadlines.learner_seconds`.
+        """
+        what = f"the learner's {function.__name__}"
+        async with self.run.waits.on(what, self.recipe.deadlines.learner_seconds):
+            with self.run.ledger.activity("learner"):
+                return await asyncio.to_thread(function, *arguments)
 
     # -- attempts ---------------------------------------------------------------------------------------------------
 
@@ -84,6 +90,7 @@ class Workshop:
             seconds=seconds,
             ledger=self.run.ledger,
             clock=lambda: self.run.clock,
+            waits=self.run.waits,
         )
 
     def tasks(self, stage: RLSettings) -> TaskSource:
@@ -117,7 +124,7 @@ class Workshop:
             return
         environment = self.recipe.environment_of(stage)
         params = SamplingParams(max_tokens=environment.agent.max_tokens, temperature=asked.temperature)
-        runner = self.runner(environment, params, seconds=600.0)
+        runner = self.runner(environment, params, self.recipe.deadlines.evaluation_attempt_seconds)
         tasks = self._environment(environment).tasks(asked.split)
         tasks = [tasks[number] for number in range(min(asked.tasks, len(tasks)))]
         file_name = name.replace(" ", "-")
@@ -131,7 +138,11 @@ class Workshop:
             self.run.tell("progress", what=f"evaluation {name}", done=finished, of=len(tasks) * asked.attempts)
 
         with self.run.ledger.within("evaluation"):
-            async with self.run.waits.on(f"evaluation {name}", 3600.0, lambda: f"{finished} attempts finished"):
+            async with self.run.waits.on(
+                f"evaluation {name}",
+                self.recipe.deadlines.evaluation_seconds,
+                lambda: f"{finished} of {len(tasks) * asked.attempts} attempts finished",
+            ):
                 groups = await attempt_all(
                     tasks,
                     runner,
