@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from strop.costs.ledger import ACTIVITIES, Ledger
-from strop.costs.prices import MachinePrice, Price, find_price, machine_price, price_book, price_of
+from strop.costs.prices import (
+    MachinePrice,
+    Price,
+    available_vcpus,
+    find_price,
+    machine_price,
+    price_book,
+    price_of,
+)
 
 if TYPE_CHECKING:
     from strop.costs.report import CostReport, Gain, cost_report, summarise
@@ -17,6 +25,7 @@ __all__ = [
     "Ledger",
     "MachinePrice",
     "Price",
+    "available_vcpus",
     "cost_report",
     "find_price",
     "machine_price",

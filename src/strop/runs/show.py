@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from strop.costs.prices import MachinePrice
-from strop.costs.report import CostReport, Gain, cost_report
+from strop.costs.report import CostReport, Gain, cost_report, run_price
 from strop.errors import RunError
 from strop.rollouts import ModelCall
 from strop.runs.reading import Attempt, RunRecord, Step, list_runs, open_run
@@ -51,14 +51,14 @@ def show_runs(root: str | Path = "runs") -> RenderableType:
     for run in runs:
         last = run.steps[-1] if run.steps else None
         scores = [found.evaluation.score().value for _, found in run.milestones]
-        report = cost_report(run)
+        seconds = run.cost_points[-1].seconds() if run.cost_points else 0.0
         table.add_row(
             run.name,
             _state(run),
             f"{last.stage} {last.step}" if last else "-",
             " → ".join(f"{score:.0%}" for score in (scores if len(scores) < 2 else [scores[0], scores[-1]])) or "-",
-            dollars(report.usd),
-            duration(report.seconds),
+            dollars(run_price(run).usd(seconds)),
+            duration(seconds),
             ago(run.events[-1]["time"]) if run.events else "-",
         )
     return table
