@@ -263,7 +263,7 @@ class Run:
         self.events.append({"time": round(now(), 3), "clock": clock, "kind": "run", "what": "stalled", "message": why})
 
     def ending(self) -> None:
-        """Work is over, well or not: what is under way still gets so long to end."""
+        """Work broke off: what is under way still gets a little time to end, until the run is closed."""
         self.waits.begin("the end of what was under way", GRACE)
 
     # -- end --------------------------------------------------------------------------------------------------------

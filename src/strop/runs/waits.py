@@ -60,7 +60,7 @@ class Waits:
         self._numbers = itertools.count()
 
     def __iter__(self) -> Iterator[Wait]:
-        return iter(sorted(list(self._waits.values()), key=lambda wait: wait.since))
+        return iter(sorted(self._waits.values(), key=lambda wait: wait.since))
 
     @contextmanager
     def during(
