@@ -183,6 +183,11 @@ class RunRecord:
         """The events of these kinds, in order."""
         return [event for event in self.events if event["kind"] in kinds]
 
+    @property
+    def warnings(self) -> list[dict[str, Any]]:
+        """The events with a sentence for people: warnings, and why the run ended early if it did."""
+        return [event for event in self.events if event["kind"] in ("warning", "run") and event.get("message")]
+
     @cached_property
     def steps(self) -> list[Step]:
         """The training steps in order. Of a step that was done again after a resume, the last one counts."""
@@ -241,9 +246,9 @@ class RunRecord:
 
     @property
     def state(self) -> str:
-        """ "finished", "stopped" (at a clean point), "running", or "interrupted" (its process is gone)."""
+        """ "finished", "stopped" (at a clean point), "stalled", "running", or "interrupted" (its process is gone)."""
         said = [str(event["what"]) for event in self.of_kind("run") if "what" in event]
-        if said and said[-1] in ("finished", "stopped"):
+        if said and said[-1] in ("finished", "stopped", "stalled"):
             return said[-1]
         return "running" if _is_locked(self.path / "lock") else "interrupted"
 

@@ -404,8 +404,8 @@ def _over(value: str, under: str) -> str:
 
 def _notes(run: RunRecord) -> str:
     items = [
-        f'<li class="{escape(event["kind"])}"><span class="dim">{duration(event["clock"])}</span> {escape(str(event.get("message", "")))}</li>'
-        for event in run.of_kind("warning", "failure")[-50:]
+        f'<li class="{escape(event["kind"])}"><span class="dim">{duration(event["clock"])}</span> {escape(event["message"])}</li>'
+        for event in run.warnings[-50:]
     ]
     notes = f'<ul class="notes">{"".join(items)}</ul>' if items else '<p class="dim">No warnings.</p>'
     config = "\n".join(_flat(run.config))

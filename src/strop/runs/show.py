@@ -80,8 +80,9 @@ def show_run(run: RunRecord, *, last_steps: int = 20) -> RenderableType:
     if run.steps:
         parts += [Text(), show_steps(run.steps[-last_steps:], hidden=len(run.steps) - last_steps)]
     parts += [Text(), show_costs(cost_report(run))]
-    for event in run.of_kind("warning", "failure")[-10:]:
-        parts.append(Text(f"{event['kind']} at {duration(event['clock'])}: {event.get('message', '')}", style="yellow"))
+    for event in run.warnings[-10:]:
+        what = event.get("what", "warning")
+        parts.append(Text(f"{what} at {duration(event['clock'])}: {event['message']}", style="yellow"))
     if run.damaged:
         parts.append(Text(f"{len(run.damaged)} damaged lines of events.jsonl were passed over", style="red"))
     if run.rollout_files:
@@ -358,7 +359,7 @@ def _table(*headings: str) -> Table:
 
 
 def _state(run: RunRecord) -> Text:
-    colours = {"finished": "green", "interrupted": "red", "stopped": "yellow"}
+    colours = {"finished": "green", "interrupted": "red", "stalled": "red", "stopped": "yellow"}
     return Text(run.state, style=colours.get(run.state, "cyan"))
 
 
