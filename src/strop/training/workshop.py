@@ -65,7 +65,9 @@ class Workshop:
         what = f"the learner's {function.__name__}"
         async with self.run.waits.on(what, self.recipe.deadlines.learner_seconds):
             with self.run.ledger.activity("learner"):
-                return await asyncio.to_thread(function, *arguments)
+                metrics = await asyncio.to_thread(function, *arguments)
+        self.run.ledger.count(trained=int(metrics.get("tokens_trained", 0)))
+        return metrics
 
     # -- attempts ---------------------------------------------------------------------------------------------------
 
