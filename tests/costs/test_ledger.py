@@ -157,7 +157,7 @@ def test_threads_may_enter_and_leave_at_once() -> None:
 ACTIONS = st.lists(
     st.tuples(
         st.sampled_from(["enter", "leave", "phase"]),
-        st.sampled_from(["sampler", "learner", "tools", "scoring"]),
+        st.sampled_from(["sampler", "learner", "tools", "scoring", "attempts"]),
         st.sampled_from(["rl", "evaluation"]),
         st.integers(0, 50),
     ),
@@ -169,7 +169,7 @@ ACTIONS = st.lists(
 def test_the_parts_are_those_of_a_tick_by_tick_count(actions: list[tuple[str, str, str, int]]) -> None:
     clock = Clock()
     ledger = Ledger(clock, phase="rl")
-    counts = dict.fromkeys(("sampler", "learner", "tools", "scoring"), 0)
+    counts = dict.fromkeys(("sampler", "learner", "tools", "scoring", "attempts"), 0)
     open_contexts: dict[str, list[object]] = {name: [] for name in counts}
     phase, expected = "rl", {}
     for action, name, new_phase, ticks in actions:
@@ -187,9 +187,10 @@ def test_the_parts_are_those_of_a_tick_by_tick_count(actions: list[tuple[str, st
             clock.now += 1
             inside = [n for n in counts if counts[n]]
             computing = [n for n in inside if ACTIVITIES[n] == "compute"]
-            for payer in computing or inside or ["idle"]:
-                key = (phase, payer)
-                expected[key] = expected.get(key, 0.0) + 1 / len(computing or inside or ["idle"])
+            waiting = [n for n in inside if ACTIVITIES[n] == "wait"]
+            payers = computing or waiting or inside or ["idle"]
+            for payer in payers:
+                expected[phase, payer] = expected.get((phase, payer), 0.0) + 1 / len(payers)
     found = {(p, n): s for p, parts in accounts(ledger).items() for n, s in parts.items() if s}
     assert found == pytest.approx(expected)
     assert ledger.seconds == pytest.approx(clock.now - 100)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from strop.agents.agent import Agent
 from strop.costs import Ledger
-from strop.environments.environment import Environment, Session
+from strop.environments.environment import Environment, Session, ToolOutcome
 from strop.errors import AttemptError, StropError
 from strop.rollouts import Failed, FailureKind, Rollout, Scored, Task, derive_seed
 from strop.runs.waits import Waits
@@ -96,6 +96,7 @@ class AttemptRunner:
         with self.ledger.activity("environment"):
             session = await self.environment.start(task, rollout.seed)
         try:
+            _account_tools(session, self.ledger)
             conversation = Conversation(
                 self.sampler,
                 self.renderer,
@@ -105,7 +106,7 @@ class AttemptRunner:
                 deadline=time.monotonic() + self.seconds,
                 clock=self.clock,
             )
-            with self.ledger.activity("environment"):  # a wait: the sampler's own seconds come before it
+            with self.ledger.activity("attempts"):
                 await self.agent.run(task, session, conversation)
             scoring = self.clock()
             with self.ledger.activity("scoring"):
@@ -119,6 +120,17 @@ class AttemptRunner:
             return _checked(scored)
         finally:
             await _close(session)
+
+
+def _account_tools(session: Session, ledger: Ledger) -> None:
+    """Let the ledger know while a tool of the session runs, whatever agent calls it."""
+    call, tools = session.call, ledger.activity("tools")
+
+    async def accounted(name: str, arguments: dict[str, object]) -> ToolOutcome:
+        with tools:
+            return await call(name, arguments)
+
+    session.call = accounted  # type: ignore[method-assign]  # of this session only
 
 
 async def _close(session: Session) -> None:

@@ -14,9 +14,13 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal
 
-Kind = Literal["compute", "wait"]
+Kind = Literal["compute", "wait", "background"]
 
-#: Activities and their kinds. Compute keeps the machine busy; a wait is counted only while nothing computes.
+#: Which kinds go first: a slice of time belongs to the first kind of which anything runs.
+PRECEDENCE: tuple[Kind, ...] = ("compute", "wait", "background")
+
+#: Activities and their kinds. Compute keeps the machine busy; a wait is counted only while nothing computes; what is
+#: in the background, while nothing else is known to run.
 ACTIVITIES: dict[str, Kind] = {
     "setup": "compute",  # loading models, building environments
     "sampler": "compute",  # prefill and decoding
@@ -29,20 +33,20 @@ ACTIVITIES: dict[str, Kind] = {
     "tools": "wait",
     "scoring": "wait",
     "sandbox": "wait",
-    "queue": "wait",  # attempts that wait for a place at the sampler
+    "attempts": "background",  # attempts are under way: rendering, parsing, passing things on
 }
 
 IDLE = "idle"
 TOKEN_KINDS = ("prompt", "cached", "sampled", "trained")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Activity(AbstractContextManager[None]):
     """One activity, entered by any number of tasks and threads at once. Stateless between enter and leave."""
 
     ledger: Ledger
     name: str
-    kind: Kind
+    rank: int  # place of its kind in PRECEDENCE
     inside: int = 0
 
     def __enter__(self) -> None:
@@ -51,6 +55,8 @@ class _Activity(AbstractContextManager[None]):
             self.inside += 1
             if self.inside == 1:
                 self.ledger._charge()
+                self.ledger._running.append(self)
+                self.ledger._choose_payers()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -59,13 +65,16 @@ class _Activity(AbstractContextManager[None]):
             self.inside -= 1
             if self.inside == 0:
                 self.ledger._charge()
+                self.ledger._running.remove(self)
+                self.ledger._choose_payers()
 
 
 class Ledger:
     """Accounts of wall time, each a (phase, activity), and counts of tokens by phase.
 
     A slice of time in which compute activities run is divided equally among them; a slice in which only waits run,
-    among those; a slice in which nothing runs is "idle". Several tasks inside one activity are one activity.
+    among those, and so for the background; a slice in which nothing runs is "idle". Several tasks inside one activity
+    are one activity.
 
     Entering and leaving is thread-safe, holds over awaits, and takes well under 2 µs:
 
@@ -81,6 +90,7 @@ class Ledger:
         self._clock = clock
         self._lock = threading.Lock()
         self._activities: dict[str, _Activity] = {}
+        self._running: list[_Activity] = []
         self._seconds: dict[tuple[str, str], float] = {}
         self._tokens: dict[str, dict[str, int]] = {}
         self._earlier: dict[str, Any] = {}
@@ -93,39 +103,48 @@ class Ledger:
 
         Args:
             name: one of `ACTIVITIES`, or a new one with its kind.
-            kind: for a new activity, "compute" or "wait".
+            kind: for a new activity, one of `PRECEDENCE`.
 
         Raises:
             ValueError: the name is new and has no kind, or it is known as the other kind.
         """
         known = self._activities.get(name)
-        if known is None or (kind is not None and known.kind != kind):
+        if known is None or (kind is not None and PRECEDENCE[known.rank] != kind):
             known = self._register(name, kind)
         return known
 
     def _register(self, name: str, kind: Kind | None) -> _Activity:
         with self._lock:
-            known = self._activities[name].kind if name in self._activities else ACTIVITIES.get(name)
-            if known is None and kind is None:
+            known = PRECEDENCE[self._activities[name].rank] if name in self._activities else ACTIVITIES.get(name)
+            chosen = kind or known
+            if chosen is None:
                 raise ValueError(
                     f"The ledger knows no activity {name!r}: use one of {', '.join(ACTIVITIES)}, or give its kind, "
-                    '"compute" or "wait".'
+                    f"one of {', '.join(PRECEDENCE)}."
                 )
-            if known is not None and kind is not None and known != kind:
-                raise ValueError(f"The ledger knows activity {name!r} as {known}, not as {kind}: use another name.")
-            return self._activities.setdefault(name, _Activity(self, name, known or kind or "wait"))
+            if known is not None and chosen != known:
+                raise ValueError(f"The ledger knows activity {name!r} as {known}, not as {chosen}: use another name.")
+            return self._activities.setdefault(name, _Activity(self, name, PRECEDENCE.index(chosen)))
 
     def _charge(self) -> None:
-        """Give the time since the last change to those who had it, then see who has the machine now. Lock held."""
+        """Give the time since the last change to those who had the machine. Lock held."""
         now = self._clock()
         share = (now - self._charged_until) / len(self._payers)
         for name in self._payers:
             account = (self._phase, name)
             self._seconds[account] = self._seconds.get(account, 0.0) + share
         self._charged_until = now
-        running = [activity for activity in self._activities.values() if activity.inside]
-        computing = [activity.name for activity in running if activity.kind == "compute"]
-        self._payers = tuple(computing or [activity.name for activity in running] or [IDLE])
+
+    def _choose_payers(self) -> None:
+        """Who has the machine from now on. Lock held."""
+        payers: list[str] = []
+        best = len(PRECEDENCE)
+        for activity in self._running:
+            if activity.rank < best:
+                best, payers = activity.rank, []
+            if activity.rank == best:
+                payers.append(activity.name)
+        self._payers = tuple(payers) or (IDLE,)
 
     @property
     def phase(self) -> str:
