@@ -83,7 +83,11 @@ WRONG: list[tuple[str, Any, str]] = [
     ("stages.0.collect.staleness", -1, "stages.rl.collect.staleness: -1 is not right"),
     ("stages.0.collect.temperature", 0.0, "stages.rl.collect.temperature: 0.0 is not right"),
     ("stages.0.collect.top_p", 0.9, "allow_truncated_sampling = true"),
-    ("stages.0.advantage.name", "grpoo", "stages.rl.advantage.name: there is no advantage 'grpoo'. Did you mean 'grpo'?"),
+    (
+        "stages.0.advantage.name",
+        "grpoo",
+        "stages.rl.advantage.name: there is no advantage 'grpoo'. Did you mean 'grpo'?",
+    ),
     ("stages.0.advantage.unknown", 1, "stages.rl.advantage.unknown"),
     ("stages.0.loss", [], "stages.rl.loss"),
     ("stages.0.loss.0.name", "ppo_clp", "Did you mean 'ppo_clip'?"),
@@ -138,7 +142,7 @@ def test_wrong_input_is_named(tmp_path, where, value, says):
 )
 def test_wrong_overrides_are_named(tmp_path, override, says):
     (tmp_path / "r.toml").write_text(tomli_w.dumps({**GOOD, "seed": 1}))
-    with pytest.raises(StropError, match=".") as caught:
+    with pytest.raises(StropError, match="--set") as caught:
         load_recipe(tmp_path / "r.toml", [override])
     assert says in str(caught.value)
 
@@ -149,7 +153,9 @@ def test_overrides_are_taken(tmp_path):
     assert (recipe.stages[0].steps, recipe.model.name, recipe.learner.betas) == (7, "some/model", (0.8, 0.9))
 
 
-@pytest.mark.parametrize(("content", "says"), [(None, "there is no such file"), (b"a = [", "not valid TOML"), (b"\xff", "can't be read")])
+@pytest.mark.parametrize(
+    ("content", "says"), [(None, "there is no such file"), (b"a = [", "not valid TOML"), (b"\xff", "can't be read")]
+)
 def test_recipes_that_are_no_recipes(tmp_path, content, says):
     path = tmp_path / "r.toml"
     if content is not None:
@@ -162,7 +168,10 @@ FOLDERS = {
     "empty": ({}, "it has no config.json"),
     "no type": ({"config.json": {}}, "has no model_type"),
     "not json": ({"config.json": "{"}, "config.json can't be read"),
-    "wrong kind": ({"config.json": {"model_type": "bert", "architectures": ["BertModel"]}}, "not a causal language model"),
+    "wrong kind": (
+        {"config.json": {"model_type": "bert", "architectures": ["BertModel"]}},
+        "not a causal language model",
+    ),
     "quantised": ({"config.json": {"model_type": "llama", "quantization_config": {}}}, "quantised"),
     "no weights": ({"config.json": {"model_type": "llama"}}, "holds no weights"),
     "no tokenizer": ({"config.json": {"model_type": "llama"}, "model.safetensors": {}}, "holds no tokenizer"),

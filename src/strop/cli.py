@@ -22,7 +22,9 @@ app.add_typer(model_app, name="model")
 app.add_typer(env_app, name="env")
 
 Runs = Annotated[Path, typer.Option("--runs", help="Folder that holds the runs.")]
-Set = Annotated[list[str] | None, typer.Option("--set", help="Override a setting: a.b=c; a stage by name: stages.rl.steps=3.")]
+Set = Annotated[
+    list[str] | None, typer.Option("--set", help="Override a setting: a.b=c; a stage by name: stages.rl.steps=3.")
+]
 
 
 def main() -> None:
@@ -53,9 +55,9 @@ def train(
     tensorboard: Annotated[bool, typer.Option(help="Write TensorBoard files into the run as well.")] = False,
 ) -> None:
     """Train a model by a recipe."""
+    from strop import console
     from strop.config import load_recipe
     from strop.errors import ConfigError
-    from strop import console
     from strop.training.train import check
 
     if resume is not None:
@@ -83,7 +85,9 @@ def evaluate(
     tasks: Annotated[int, typer.Option(help="The first so many held-out tasks.")] = 200,
     split: Annotated[str, typer.Option(help="Which tasks.")] = "test",
     attempts: Annotated[int, typer.Option(help="Attempts at each task; with more than one, pass@k up to it.")] = 1,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy; default 0, or 1 with several attempts.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 is greedy; default 0, or 1 with several attempts.")
+    ] = None,
     agent: Annotated[str, typer.Option(help="single_reply or tool_loop.")] = "single_reply",
     max_tokens: Annotated[int, typer.Option(help="Sampled tokens of one reply.")] = 128,
     max_turns: Annotated[int, typer.Option(help="Replies of one attempt (tool_loop).")] = 8,
@@ -166,7 +170,9 @@ def cost(
     run: Annotated[str, typer.Argument(help="A run's name or directory.")],
     machine: Annotated[str | None, typer.Option(help="Price of this machine of the price file instead.")] = None,
     usd_per_hour: Annotated[float | None, typer.Option(help="Or this price of the whole machine.")] = None,
-    target_points: Annotated[float | None, typer.Option(help="Dollars until the gain's lower bound passed this.")] = None,
+    target_points: Annotated[
+        float | None, typer.Option(help="Dollars until the gain's lower bound passed this.")
+    ] = None,
     runs: Runs = Path("runs"),
 ) -> None:
     """Say what a run cost: by part, per token, per solved task, and its intelligence per dollar."""

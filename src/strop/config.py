@@ -60,7 +60,7 @@ class LearnerSettings(Settings):
     kind: Literal["embedded"] = "embedded"
     tokens_per_micro_batch: Positive = 4096
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    betas: tuple[float, float] = Field((0.9, 0.999), strict=False)
+    betas: Annotated[tuple[float, float], Field(strict=False)] = (0.9, 0.999)
     epsilon: Annotated[float, Field(gt=0)] = 1e-8
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
 

@@ -6,7 +6,6 @@ The commands themselves are in `strop.cli`; what they show of a finished run in 
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
 import time
 from pathlib import Path
@@ -104,10 +103,10 @@ class LiveLine:
 
     def __init__(self, run: Run, price: MachinePrice) -> None:
         self.run, self.price = run, price
-        self._live = Live(console=console, refresh_per_second=4, get_renderable=self._render, transient=True)
         self._what, self._done, self._of = "setting up", 0, 0
         self._stage, self._stage_began, self._stage_from = "", time.monotonic(), 0
         self._step = 0
+        self._live = Live(console=console, refresh_per_second=4, get_renderable=self._render, transient=True)
 
     def __enter__(self) -> LiveLine:
         if console.is_terminal:
@@ -154,7 +153,9 @@ class LiveLine:
         metrics = event["metrics"]
         parts = [f"{name} {metrics[key]:{form}}" for key, name, form in COLUMNS if key in metrics]
         spent = dollars(self.price.usd(self.run.ledger.seconds))
-        console.print(f"  step {event['step'] + 1:>3}/{self._steps()}  {'  '.join(parts)}  [dim]{spent}[/]", highlight=False)
+        console.print(
+            f"  step {event['step'] + 1:>3}/{self._steps()}  {'  '.join(parts)}  [dim]{spent}[/]", highlight=False
+        )
 
     def _render(self) -> Text:
         parts = [self._what]
@@ -162,7 +163,9 @@ class LiveLine:
             parts.append(f"{self._done}/{self._of}")
         if self._stage and self._step > self._stage_from:
             each = (time.monotonic() - self._stage_began) / (self._step - self._stage_from)
-            parts.append(f"{self._stage} step {self._step}/{self._steps()}, about {duration(each * (self._steps() - self._step))} left")
+            parts.append(
+                f"{self._stage} step {self._step}/{self._steps()}, about {duration(each * (self._steps() - self._step))} left"
+            )
         tokens = self.run.ledger.snapshot()["tokens"]
         sampled = sum(int(counts["sampled"]) for counts in tokens.values())
         seconds = self.run.ledger.seconds
@@ -214,7 +217,7 @@ def evaluate_model(
     Raises:
         StropError: the model, environment or an option is not right.
     """
-    from strop.training.standalone import score_model
+    from strop.evaluation.standalone import score_model
 
     asked = EnvironmentSettings(**{**environment, "agent": AgentSettings(**environment["agent"])})
     settings = EvaluationSettings(**evaluation)
@@ -223,7 +226,9 @@ def evaluate_model(
         def tell(done: int, of: int) -> None:
             status.update(f"scoring {model} on {asked.name}: {done}/{of} attempts")
 
-        found = run_until_interrupted(score_model(model, asked, settings, max_context=max_context, seed=seed, tell=tell))
+        found = run_until_interrupted(
+            score_model(model, asked, settings, max_context=max_context, seed=seed, tell=tell)
+        )
     console.print(evaluation_table(found))
     if found.failed:
         console.print(f"[yellow]{found.failed} attempts failed for reasons of the system and are in no score.[/]")

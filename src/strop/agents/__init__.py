@@ -3,5 +3,12 @@
 from strop.agents.agent import Agent
 from strop.agents.single_reply import SingleReply
 from strop.agents.tool_loop import ToolLoop
+from strop.config import AgentSettings
 
-__all__ = ["Agent", "SingleReply", "ToolLoop"]
+
+def make_agent(asked: AgentSettings) -> Agent:
+    """The agent that a recipe names."""
+    return SingleReply() if asked.kind == "single_reply" else ToolLoop(max_turns=asked.max_turns)
+
+
+__all__ = ["Agent", "SingleReply", "ToolLoop", "make_agent"]

@@ -82,6 +82,8 @@ def evaluation_of(name: str, groups: Sequence[Group]) -> Evaluation:
             results.append(TaskResult(group.task.id, label, rewards, solved if len(solved) == len(scored) else ()))
     if not results:
         reasons = {str(r.ending.reason) for g in groups for r in g.rollouts if isinstance(r.ending, Failed)}
-        raise EvaluationError(f"Evaluation {name!r} has no scored attempt; they failed with: {'; '.join(reasons)[:500]}")
+        raise EvaluationError(
+            f"Evaluation {name!r} has no scored attempt; they failed with: {'; '.join(reasons)[:500]}"
+        )
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     return Evaluation(name, tuple(results), attempt_metrics(rollouts), failures)

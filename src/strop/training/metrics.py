@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean, pstdev
 
-from strop.agents.metrics import Metrics, attempt_metrics, scored
+from strop.agents.metrics import Metrics, attempt_metrics
 from strop.rollouts import Group
 
 
@@ -18,7 +18,8 @@ def batch_metrics(groups: Sequence[Group], version: int) -> Metrics:
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     ages = [version - v for r in rollouts for call in r.calls for v in (call.versions[:1] + call.versions[-1:])]
-    spreads = [pstdev(rewards) for group in groups if len(rewards := [r.reward for r in scored(group.rollouts)]) > 1]
+    rewards = [[reward for reward in group.rewards if reward is not None] for group in groups]
+    spreads = [pstdev(some) for some in rewards if len(some) > 1]
     return {
         **attempt_metrics(rollouts),
         "groups": float(len(groups)),

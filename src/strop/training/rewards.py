@@ -12,6 +12,8 @@ def shaped_rewards(group: Group, overlong: OverlongSettings | None) -> list[floa
     if overlong is None:
         return group.rewards
     return [
-        None if reward is None else reward + overlong_penalty(rollout.sampled_tokens, overlong.max_tokens, overlong.window)
+        None
+        if reward is None
+        else reward + overlong_penalty(rollout.sampled_tokens, overlong.max_tokens, overlong.window)
         for reward, rollout in zip(group.rewards, group.rollouts, strict=True)
     ]

@@ -6,6 +6,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
+from strop.agents import make_agent
 from strop.config import Recipe, RLSettings, SFTSettings, StageSettings
 from strop.costs import price_of, summarise
 from strop.environments import load_environment
@@ -13,11 +14,10 @@ from strop.errors import ConfigError, RunError
 from strop.models.load import check_model, load_model
 from strop.runs.reading import RunRecord
 from strop.runs.run import Run
-from strop.training.workshop import Workshop, check_prompt, make_agent
+from strop.training.workshop import Workshop, check_prompt
 
 if TYPE_CHECKING:
     from strop.models.load import Loaded
-
 
 
 def check(recipe: Recipe) -> None:
@@ -38,7 +38,9 @@ def check(recipe: Recipe) -> None:
         environment = load_environment(asked.name, asked.options)
         make_agent(asked.agent)
         if not len(environment.tasks("train")):
-            raise ConfigError(f"{key}.environment", f"{asked.name} has no training tasks", "Choose options that leave some")
+            raise ConfigError(
+                f"{key}.environment", f"{asked.name} has no training tasks", "Choose options that leave some"
+            )
         evaluation = recipe.evaluation_of(stage)
         if evaluation.tasks and not len(environment.tasks(evaluation.split)):
             there = f"{asked.name} has no tasks in its split {evaluation.split!r}"
@@ -54,7 +56,9 @@ def check(recipe: Recipe) -> None:
             make_advantage(stage.advantage.spec, f"{key}.advantage")
             make_loss([part.spec for part in stage.loss], f"{key}.loss")
             if stage.overlong and stage.overlong.window > stage.overlong.max_tokens:
-                raise ConfigError(f"{key}.overlong.window", "it is longer than max_tokens", "It must be at most max_tokens")
+                raise ConfigError(
+                    f"{key}.overlong.window", "it is longer than max_tokens", "It must be at most max_tokens"
+                )
 
 
 def _need(module: str, key: str, extra: str) -> None:
@@ -131,8 +135,10 @@ async def train(run: Run) -> dict[str, Any]:
     run.log("run", what="ready", price=price.as_record(), from_checkpoint=checkpoint.path.name if checkpoint else None)
     try:
         await _stages(run, shop, (checkpoint.stage, checkpoint.step) if checkpoint else None)
-    finally:
+    except BaseException:
         run.ending()
+        raise
+    finally:
         await shop.sampler.close()
         run.log("cost", ledger=run.ledger.snapshot())
     summary = summarise(RunRecord(run.path))

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from strop.agents import Agent, SingleReply, ToolLoop
+from strop.agents import make_agent
 from strop.agents.attempts import AttemptRunner
 from strop.agents.metrics import Metrics
-from strop.config import AgentSettings, EnvironmentSettings, RLSettings, StageSettings
+from strop.config import EnvironmentSettings, RLSettings, StageSettings
 from strop.environments import Environment, load_environment
 from strop.errors import ConfigError
 from strop.evaluation import attempt_all, evaluation_of
@@ -21,7 +21,6 @@ from strop.rollouts import Task, derive_seed
 from strop.runs.journal import Entry, Journal
 from strop.runs.run import Run, read_checkpoint_state
 from strop.runs.store import write_groups
-from strop.sampling.rendering import renderer_for
 from strop.sampling.sampler import SamplingParams
 from strop.training.collector import TaskSource
 
@@ -179,11 +178,6 @@ class Workshop:
     def load(self, checkpoint: Path) -> None:
         """Go back to a verified checkpoint."""
         self.learner.load(checkpoint, version=int(read_checkpoint_state(checkpoint)["version"]))
-
-
-def make_agent(asked: AgentSettings) -> Agent:
-    """The agent that a recipe names."""
-    return SingleReply() if asked.kind == "single_reply" else ToolLoop(max_turns=asked.max_turns)
 
 
 def shuffled(count: int, seed: int) -> Callable[[int], int]:
