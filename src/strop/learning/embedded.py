@@ -106,7 +106,8 @@ class EmbeddedLearner:
         started = time.monotonic()
         self._has_gradient = False
         metrics = self.masters.step(learning_rate, self.max_grad_norm)
-        version = self.policy.publish(self.masters.write_weights, base=self.policy.version)
+        unchanged = learning_rate == 0  # the end of a schedule that falls to 0
+        version = self.policy.publish(self.masters.write_weights, base=self.policy.version, allow_unchanged=unchanged)
         seconds = time.monotonic() - started
         return metrics | {"learning_rate": learning_rate, "version": float(version), "step_seconds": seconds}
 
