@@ -158,15 +158,9 @@ class Conversation:
 
     def _bridge(self, last: ModelCall, new: list[Message]) -> list[int] | None:
         """The tokens that `new` adds after the last call; None if the renderer would change a token before them."""
-        before = last.prompt
-        if not getattr(self.renderer, "bridges_from_last_turn", False):
-            before = self._ids[: len(self._ids) - len(last.tokens)]
-        bridged = self.renderer.bridge_to_next_turn(before, last.tokens, new, tools=self._tools)
-        if bridged is None:
-            return None
-        kept = len(before) + len(last.tokens)
-        tokens = list(bridged.token_ids)
-        return tokens[kept:] if tokens[:kept] == [*before, *last.tokens] else None
+        return tokens_added(
+            self.renderer, last, lambda: self._ids[: len(self._ids) - len(last.tokens)], new, self._tools
+        )
 
     async def _sample(self, prompt: list[int], max_tokens: int | None) -> ModelCall:
         """Sample a reply to the branch as it is, and record it."""
@@ -204,6 +198,34 @@ class Conversation:
             problem, arguments = "malformed_structure", {}
         identity = attempt.id or f"call_{self._calls_made}"
         return ToolCall(identity, attempt.name or "", arguments or {}, problem, attempt.raw)
+
+
+def tokens_added(
+    renderer: Renderer,
+    last: ModelCall,
+    before: Callable[[], list[int]],
+    new: list[Message],
+    tools: list[ToolSpec] | None,
+) -> list[int] | None:
+    """The tokens that messages add after a call, up to the header of the reply to come.
+
+    Args:
+        renderer: of the model.
+        last: the call that is extended.
+        before: gives every token before the ones that `last` sampled; asked only if the renderer needs them.
+        new: what was said since.
+        tools: what the branch was rendered with.
+
+    Returns:
+        None if the renderer can't extend the turn, or would change a token that was sampled or read before.
+    """
+    prompt = last.prompt if getattr(renderer, "bridges_from_last_turn", False) else before()
+    bridged = renderer.bridge_to_next_turn(prompt, last.tokens, new, tools=tools)
+    if bridged is None:
+        return None
+    kept = len(prompt) + len(last.tokens)
+    tokens = list(bridged.token_ids)
+    return tokens[kept:] if tokens[:kept] == [*prompt, *last.tokens] else None
 
 
 def _as_message_part(call: ToolCall) -> dict[str, Any]:

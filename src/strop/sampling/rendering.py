@@ -124,6 +124,11 @@ class ChatMLRenderer:
         """Tokens that end a turn."""
         return list(self._stops)
 
+    def call_opening(self, name: str | None = None) -> list[int]:
+        """Tokens that begin a turn which has to be a tool call, of the tool `name` if it is given."""
+        head = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": ' if name is not None else ""
+        return self._encode_plain(_CALL + head)
+
     def bridge_to_next_turn(
         self,
         previous_prompt_ids: list[int],

@@ -1,0 +1,371 @@
+"""The HTTP side: routes, keys, errors in each API's form, server-sent events, the admin scope, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+
+from strop.errors import AttemptError, StropError
+from strop.gateway.admin import admin_routes
+from strop.gateway.attempts import Answer, Attempt, RetryMark
+from strop.gateway.dialects import anthropic, chat, completions, responses
+from strop.gateway.dialects.fields import Body
+from strop.gateway.engine import Engine, Request
+from strop.gateway.errors import RequestError
+from strop.gateway.messages import plain_message, plain_tool
+from strop.gateway.tokens import TokenText
+from strop.rollouts import Message
+
+_log = logging.getLogger("strop.gateway")
+_KEPT_RESPONSES = 1024  # conversations kept for `previous_response_id`
+Write = Callable[[Body, list[Answer], str, str, TokenText], dict[str, Any]]
+Events = Callable[[Body, list[Answer], str, str, TokenText], Iterator[dict[str, Any]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Who may do what.
+
+    Attributes:
+        api_key: what a client without a minted key has to send; None lets every client in.
+        admin_key: opens the admin scope; None closes it.
+        only_attempts: whether a call that belongs to no open attempt is refused. Meant for training, where nothing
+            may be sampled that nobody accounts for.
+    """
+
+    api_key: str | None = None
+    admin_key: str | None = None
+    only_attempts: bool = False
+
+
+#: Every client may sample; the admin scope is closed.
+EVERYBODY = Access()
+
+
+class Gateway:
+    """An ASGI application over a sampler.
+
+    Args:
+        engine: answers requests.
+        model: the name that clients know the model by; without slashes.
+        access: who may do what.
+    """
+
+    def __init__(self, engine: Engine, model: str, access: Access = EVERYBODY) -> None:
+        if "/" in model:
+            raise StropError(f"The model's name {model!r} has a slash; clients put it into URLs, so use another.")
+        self.engine, self.model, self.access = engine, model, access
+        self._responses: OrderedDict[tuple[str, str], list[Message]] = OrderedDict()
+        self.app = Starlette(routes=[*self._routes(""), *self._routes("/attempts/{attempt:path}"), *admin_routes(self)])
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """ASGI entry point."""
+        await self.app(scope, receive, send)
+
+    def _routes(self, prefix: str) -> list[Route]:
+        text = self.engine.text
+        completion = _Api(
+            self, "completions", lambda body, mark, _: completions.read(body, mark, text), completions.write
+        )
+        generate = _Api(
+            self,
+            "generate",
+            lambda body, mark, _: completions.read_generate(body, mark, text),
+            completions.write_generate,
+        )
+        chats = _Api(self, "chat", lambda body, mark, _: chat.read(body, mark), chat.write, chat.events)
+        messages = _Api(
+            self, "messages", lambda body, mark, _: anthropic.read(body, mark), anthropic.write, anthropic.events, True
+        )
+        answers = _Api(self, "responses", self._read_responses, responses.write, responses.events, True)
+        completion.events = completions.events
+        post: list[tuple[str, Callable[..., Any]]] = [
+            ("/v1/chat/completions", chats),
+            ("/v1/messages", messages),
+            ("/v1/responses", answers),
+            ("/v1/completions", completion),
+            ("/inference/v1/generate", generate),
+            ("/v1/messages/count_tokens", _Plain(self, self._count_tokens)),
+            ("/tokenize", _Plain(self, self._tokenize)),
+            ("/detokenize", _Plain(self, self._detokenize)),
+        ]
+        get = [("/v1/models", _Plain(self, self._models)), ("/v1/models/{model}", _Plain(self, self._model))]
+        routes = [Route(prefix + path, endpoint, methods=["POST"]) for path, endpoint in post]
+        routes += [Route(prefix + path, endpoint, methods=["GET"]) for path, endpoint in get]
+        if not prefix:
+            routes += [Route("/health", _health), Route("/metrics", self._metrics)]
+        return routes
+
+    def attempt_of(self, http: HttpRequest) -> Attempt | None:
+        """The attempt that a call belongs to.
+
+        Raises:
+            RequestError: the caller may not call, or what names an attempt names no open one.
+        """
+        key = _key(http)
+        attempt = self.engine.attempts.of_call(key, http.path_params.get("attempt"), http.headers)
+        if attempt is not None and key == attempt.key:
+            return attempt
+        if self.access.api_key is not None and not _same(key, self.access.api_key):
+            raise RequestError("The API key is missing or wrong.", status=401, code="invalid_api_key")
+        if attempt is None and self.access.only_attempts:
+            raise RequestError("This call belongs to no attempt.", status=401, code="attempt_missing")
+        return attempt
+
+    def check_model(self, body: Body) -> None:
+        """Refuse a request for another model."""
+        wanted = body.get("model")
+        if wanted not in (None, "", self.model):
+            raise RequestError(
+                f"The model {wanted!r} does not exist here; there is {self.model!r}.",
+                status=404,
+                code="model_not_found",
+                parameter="model",
+            )
+
+    def _read_responses(self, body: Body, mark: RetryMark, attempt: Attempt | None) -> Request:
+        owner = attempt.id if attempt else ""
+        previous = body.get("previous_response_id")
+        known = self._responses.get((owner, str(previous)))
+        return responses.read(body, mark, {} if known is None else {str(previous): known})
+
+    def remember(self, body: Body, request: Request, answers: list[Answer], identity: str, owner: str) -> None:
+        """Keep a conversation for the request that goes on from it."""
+        if body.get("store") is False:
+            return
+        said = request.messages[1:] if body.get("instructions") else request.messages
+        self._responses[owner, f"resp_{identity}"] = [*said, answers[0].message]
+        if len(self._responses) > _KEPT_RESPONSES:
+            self._responses.popitem(last=False)
+
+    async def _count_tokens(self, body: Body) -> Any:
+        messages, tools = anthropic.conversation(body)
+        return {"input_tokens": len(self.engine.count_tokens(messages, tools))}
+
+    async def _tokenize(self, body: Body) -> Any:
+        if isinstance(body.get("prompt"), str):
+            tokens = self.engine.text.encode(body["prompt"], special=bool(body.get("add_special_tokens", True)))
+        elif isinstance(body.get("messages"), list):
+            messages = [plain_message(message, f"messages[{n}]") for n, message in enumerate(body["messages"])]
+            tools = [plain_tool(tool, f"tools[{n}]") for n, tool in enumerate(body.get("tools") or [])]
+            opened = bool(body.get("add_generation_prompt", True))
+            tokens = self.engine.renderer.render_ids(messages, tools=tools or None, add_generation_prompt=opened)
+        else:
+            raise RequestError("prompt: expected a string, or messages beside it")
+        return {"count": len(tokens), "max_model_len": self.engine.sampler.max_context, "tokens": list(tokens)}
+
+    async def _detokenize(self, body: Body) -> Any:
+        tokens = body.get("tokens")
+        if not isinstance(tokens, list) or not all(type(token) is int and token >= 0 for token in tokens):
+            raise RequestError("tokens: expected a list of token ids", parameter="tokens")
+        return {"prompt": self.engine.text.decode(tokens, keep_special=True)}
+
+    async def _models(self, body: Body) -> Any:
+        return {
+            "object": "list",
+            "data": [self._card()],
+            "has_more": False,
+            "first_id": self.model,
+            "last_id": self.model,
+        }
+
+    async def _model(self, body: Body) -> Any:
+        self.check_model(body)
+        return self._card()
+
+    def _card(self) -> dict[str, Any]:
+        return {
+            "id": self.model,
+            "object": "model",
+            "type": "model",
+            "display_name": self.model,
+            "created": 0,
+            "created_at": "1970-01-01T00:00:00Z",
+            "owned_by": "strop",
+            "max_model_len": self.engine.sampler.max_context,
+        }
+
+    async def _metrics(self, http: HttpRequest) -> Response:
+        return Response(self.engine.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+@dataclass(slots=True)
+class _Api:
+    """One API that samples: an endpoint for starlette."""
+
+    gateway: Gateway
+    name: str
+    read: Callable[[Body, RetryMark, Attempt | None], Request]
+    write: Write
+    events: Events | None = None
+    named_events: bool = False  # whether each event has an `event:` line, and the stream no `[DONE]`
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """ASGI entry point."""
+        started = time.perf_counter()
+        response = await guarded(HttpRequest(scope, receive), self._respond)
+        metrics = self.gateway.engine.metrics
+        metrics.requests.labels(self.name, str(response.status_code)).inc()
+        metrics.seconds.labels(self.name).observe(time.perf_counter() - started)
+        await response(scope, receive, send)
+
+    async def _respond(self, http: HttpRequest) -> Response:
+        gateway = self.gateway
+        attempt = gateway.attempt_of(http)
+        body = await read_body(http)
+        gateway.check_model(body)
+        request = self.read(body, _mark(http), attempt)
+        if body.get("stream") and self.events is None:
+            raise RequestError("stream: this endpoint has no events", parameter="stream")
+        retries = attempt.retries if attempt else 0
+        try:
+            answers = await _unless_disconnected(http, gateway.engine.answer(request, attempt))
+        except AttemptError as error:
+            gateway.engine.metrics.failures.labels(error.kind.value).inc()
+            raise
+        if attempt and attempt.retries > retries:
+            gateway.engine.metrics.retries.inc()
+        identity = uuid.uuid4().hex
+        if self.name == "responses":
+            gateway.remember(body, request, answers, identity, attempt.id if attempt else "")
+        text = gateway.engine.text
+        if body.get("stream") and self.events is not None:
+            events = self.events(body, answers, identity, gateway.model, text)
+            return Response(_stream(events, self.named_events), media_type="text/event-stream")
+        return as_json(self.write(body, answers, identity, gateway.model, text))
+
+
+@dataclass(slots=True)
+class _Plain:
+    """One endpoint that samples nothing."""
+
+    gateway: Gateway
+    respond: Callable[[Body], Awaitable[Any]]
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """ASGI entry point."""
+
+        async def respond(http: HttpRequest) -> Response:
+            self.gateway.attempt_of(http)
+            body = await read_body(http) if http.method == "POST" else dict(http.path_params)
+            self.gateway.check_model(body)
+            return as_json(await self.respond(body))
+
+        response = await guarded(HttpRequest(scope, receive), respond)
+        await response(scope, receive, send)
+
+
+async def guarded(http: HttpRequest, respond: Callable[[HttpRequest], Awaitable[Response]]) -> Response:
+    """A response, whatever happens: errors in the form of the API that was called."""
+    try:
+        return await respond(http)
+    except RequestError as error:
+        return _error(http, error)
+    except AttemptError as error:  # of the system: the attempt is lost, and asking again is no use
+        return _error(http, RequestError(str(error), status=503, code="system_failure"), retry=False)
+    except ClientDisconnect:
+        return Response(status_code=499)
+    except Exception:
+        _log.exception("a request to %s met a bug", http.url.path)
+        return _error(
+            http, RequestError("The gateway met a bug; its log says more.", status=500, code="internal_error")
+        )
+
+
+async def read_body(http: HttpRequest) -> Body:
+    """The request's JSON object."""
+    raw = await http.body()
+    try:
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise RequestError(f"The body is no JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise RequestError("The body must be a JSON object.")
+    return body
+
+
+def as_json(content: Any, status: int = 200) -> Response:
+    """A JSON response."""
+    return Response(orjson.dumps(content), status, media_type="application/json")
+
+
+async def _unless_disconnected(http: HttpRequest, answering: Any) -> list[Answer]:
+    """Answer, and stop as soon as nobody is there to read it."""
+    answer = asyncio.ensure_future(answering)
+    gone = asyncio.ensure_future(http.receive())
+    try:
+        await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not answer.done():
+            raise ClientDisconnect
+        return answer.result()  # type: ignore[no-any-return]
+    finally:
+        gone.cancel()
+        if not answer.done():
+            answer.cancel()
+
+
+def _stream(events: Iterator[dict[str, Any]], named: bool) -> bytes:
+    """Server-sent events."""
+    parts = []
+    for event in events:
+        if named:
+            parts += [b"event: ", event["type"].encode(), b"\n"]
+        parts += [b"data: ", orjson.dumps(event), b"\n\n"]
+    if not named:
+        parts.append(b"data: [DONE]\n\n")
+    return b"".join(parts)
+
+
+def _error(http: HttpRequest, error: RequestError, *, retry: bool | None = None) -> Response:
+    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    if http.url.path.endswith(("/messages", "/count_tokens")):
+        names = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+        name = names.get(error.status, kind if error.status < 500 else "api_error")
+        body: dict[str, Any] = {"type": "error", "error": {"type": name, "message": error.message}}
+    else:
+        fields = {"message": error.message, "type": kind, "param": error.parameter or None, "code": error.code}
+        body = {"error": fields}
+    response = as_json(body, error.status)
+    if retry is not None or error.status == 409:  # OpenAI's and Anthropic's clients would try a 409 again
+        response.headers["x-should-retry"] = "true" if retry else "false"
+    return response
+
+
+def _key(http: HttpRequest) -> str | None:
+    """The key as OpenAI's clients send it, or Anthropic's."""
+    authorization = http.headers.get("authorization", "")
+    if authorization[:7].lower() == "bearer ":
+        return authorization[7:].strip()
+    return http.headers.get("x-api-key")
+
+
+def _mark(http: HttpRequest) -> RetryMark:
+    count = http.headers.get("x-stainless-retry-count", "0")
+    return RetryMark(http.headers.get("idempotency-key"), int(count) if count.isdecimal() else 0)
+
+
+def _same(given: str | None, wanted: str) -> bool:
+    return given is not None and hmac.compare_digest(given.encode(), wanted.encode())
+
+
+def is_admin(http: HttpRequest, access: Access) -> bool:
+    """Whether the caller holds the admin key."""
+    return access.admin_key is not None and _same(_key(http), access.admin_key)
+
+
+async def _health(http: HttpRequest) -> Response:
+    return as_json({"status": "ok"})

@@ -1,0 +1,109 @@
+"""Running a gateway: in the background of this event loop for training, or as a program for `strop serve`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Iterator
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+
+from strop.errors import StropError
+from strop.gateway.app import EVERYBODY, Access, Gateway
+from strop.gateway.engine import Engine
+
+if TYPE_CHECKING:
+    from renderers.base import Renderer
+
+    from strop.sampling.sampler import Sampler
+
+_BACKLOG = 4096  # connections that wait to be accepted: thousands of agents start at once
+
+
+class _Server(uvicorn.Server):
+    """A server that leaves the process's signals alone, and says when it is ready."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.ready = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """See uvicorn."""
+        await super().startup(sockets)
+        self.ready.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """See uvicorn."""
+        yield
+
+
+@contextlib.asynccontextmanager
+async def running(gateway: Gateway, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
+    """Serve while the context is open.
+
+    Args:
+        gateway: what to serve.
+        host: address to listen on.
+        port: 0 takes a free one.
+
+    Yields:
+        the URL, without a slash at its end: "http://127.0.0.1:40123".
+
+    Raises:
+        StropError: the address can't be listened on.
+    """
+    listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((host, port))
+    except OSError as error:
+        listening.close()
+        raise StropError(f"The gateway can't listen on {host}, port {port}: {error}. Choose another port.") from error
+    config = uvicorn.Config(
+        gateway, lifespan="off", log_level="warning", access_log=False, backlog=_BACKLOG, ws="none", server_header=False
+    )
+    server = _Server(config)
+    serving = asyncio.create_task(server.serve(sockets=[listening]))
+    ready = asyncio.create_task(server.ready.wait())
+    try:
+        await asyncio.wait((serving, ready), return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():
+            serving.result()
+            raise StropError("The gateway's server ended as soon as it was started.")
+        shown = f"[{host}]" if ":" in host else host
+        yield f"http://{shown}:{listening.getsockname()[1]}"
+    finally:
+        ready.cancel()
+        server.should_exit = server.force_exit = True
+        await asyncio.wait([serving])
+        listening.close()
+
+
+async def serve(
+    sampler: Sampler,
+    renderer: Renderer,
+    tokenizer: Any,
+    model: str,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    access: Access = EVERYBODY,
+    on_ready: Any = None,
+) -> None:
+    """Serve a model until cancelled.
+
+    Args:
+        sampler, renderer, tokenizer: the model; see `Engine`.
+        model: the name that clients know it by.
+        host, port: where to listen.
+        access: who may do what.
+        on_ready: called with the URL once connections are accepted.
+    """
+    gateway = Gateway(Engine(sampler, renderer, tokenizer), model, access)
+    async with running(gateway, host, port) as url:
+        if on_ready is not None:
+            on_ready(url)
+        await asyncio.Event().wait()
