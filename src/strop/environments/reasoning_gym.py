@@ -186,11 +186,15 @@ def _is_formula(text: str) -> bool:
 
 
 def _is_small_power(node: ast.BinOp) -> bool:
-    """Whether a power is of something without powers, to a number below 100 or a formula without numbers like that."""
-    inner = [part for side in (node.left, node.right) for part in ast.walk(side)]
-    if any(isinstance(part, ast.Pow) for part in inner):
-        return False
-    return all(_is_below(part, 100) for part in ast.walk(node.right) if isinstance(part, ast.Constant))
+    """Whether neither side of a power has a power or more than two numbers in it, the exponent's all below 100."""
+    for side in (node.left, node.right):
+        parts = list(ast.walk(side))
+        numbers = [part for part in parts if isinstance(part, ast.Constant)]
+        if len(numbers) > 2 or any(isinstance(part, ast.Pow) for part in parts):
+            return False
+        if side is node.right and not all(_is_below(number, 100) for number in numbers):
+            return False
+    return True
 
 
 def _is_below(node: ast.Constant, limit: float) -> bool:
