@@ -7,7 +7,7 @@ An author subclasses `Environment`. A single-turn environment needs `tasks` and 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from strop.rollouts import Message, Rollout, Scored, Task
@@ -25,6 +25,24 @@ class ToolOutcome:
 
     content: str
     error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramResult:
+    """How an outside program that acted on the task ended.
+
+    Attributes:
+        exit_code: as the shell counts: 128 + signal if one ended it; None if its time was over and it was stopped.
+        stdout, stderr: the last part of what it wrote.
+        files: the files it was to leave, by their paths in its working directory.
+        seconds: how long it ran.
+    """
+
+    exit_code: int | None
+    stdout: str
+    stderr: str
+    files: Mapping[str, bytes]
+    seconds: float
 
 
 class Session:
@@ -47,6 +65,9 @@ class Session:
             AttemptError: the system failed (sandbox died). An error the agent can act on is returned instead.
         """
         return ToolOutcome(f"There is no tool named {name!r}.", error="unknown tool")
+
+    async def program_ended(self, result: ProgramResult) -> None:
+        """Told once, before scoring, if the agent is an outside program: keep here what the score depends on."""
 
     async def score(self, rollout: Rollout) -> Scored:
         """Score the finished attempt. `rollout.transcript` holds the conversation.

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from strop.gateway.attempts import Attempt, Attempts
     from strop.gateway.engine import Engine
     from strop.gateway.recording import Recording
-    from strop.gateway.server import running, serve
+    from strop.gateway.server import running, serve, shared
 
-__all__ = ["Access", "Attempt", "Attempts", "Engine", "Gateway", "Recording", "running", "serve"]
+__all__ = ["Access", "Attempt", "Attempts", "Engine", "Gateway", "Recording", "running", "serve", "shared"]
 
 _HOME = {
     "Access": "app",
@@ -26,6 +26,7 @@ _HOME = {
     "Recording": "recording",
     "running": "server",
     "serve": "server",
+    "shared": "server",
 }
 
 

@@ -45,11 +45,13 @@ class Access:
         admin_key: opens the admin scope; None closes it.
         only_attempts: whether a call that belongs to no open attempt is refused. Meant for training, where nothing
             may be sampled that nobody accounts for.
+        any_model: whether clients may call the model as they like: some agents have its name built in.
     """
 
     api_key: str | None = None
     admin_key: str | None = None
     only_attempts: bool = False
+    any_model: bool = False
 
 
 #: Every client may sample; the admin scope is closed.
@@ -129,7 +131,7 @@ class Gateway:
     def check_model(self, body: Body) -> None:
         """Refuse a request for another model."""
         wanted = body.get("model")
-        if wanted not in (None, "", self.model):
+        if wanted not in (None, "", self.model) and not self.access.any_model:
             raise RequestError(
                 f"The model {wanted!r} does not exist here; there is {self.model!r}.",
                 status=404,

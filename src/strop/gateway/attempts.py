@@ -100,7 +100,7 @@ class Attempt:
     """One attempt that an outside agent makes through the gateway.
 
     Attributes:
-        id: of the rollout.
+        id: what names it in URLs and headers; that of the rollout, if nothing else was said.
         key: what the agent's client sends as its API key.
         recording: where its calls are kept.
         params: how its tokens are sampled, whatever its agent asks for; None: as it asks.
@@ -233,6 +233,7 @@ class Attempts:
         rollout: Rollout,
         renderer: Renderer,
         *,
+        name: str | None = None,
         params: SamplingParams | None = None,
         token_budget: int | None = None,
         deadline: float | None = None,
@@ -243,8 +244,9 @@ class Attempts:
         """Open an attempt and mint its key.
 
         Args:
-            rollout: what is recorded into; its id names the attempt.
+            rollout: what is recorded into.
             renderer: of the model.
+            name: the attempt's id; the rollout's if None.
             params, token_budget, deadline, clock: see `Attempt`.
             sessions: session ids by which a client that can't be given the key will name it.
             dropped_reasoning: see `Recording`.
@@ -252,15 +254,16 @@ class Attempts:
         Raises:
             RequestError: there is one of this name, or a session is taken.
         """
-        if rollout.id in self._by_id or any(session in self._by_session for session in sessions):
-            raise RequestError(f"The attempt {rollout.id!r} is open already.", status=409, code="attempt_exists")
+        identity = rollout.id if name is None else name
+        if identity in self._by_id or any(session in self._by_session for session in sessions):
+            raise RequestError(f"The attempt {identity!r} is open already.", status=409, code="attempt_exists")
         recording = Recording(rollout, renderer, dropped_reasoning=dropped_reasoning)
         key = _KEY_PREFIX + secrets.token_urlsafe(24)
-        attempt = Attempt(rollout.id, key, recording, params, token_budget, deadline, clock)
-        self._by_id[rollout.id] = attempt
+        attempt = Attempt(identity, key, recording, params, token_budget, deadline, clock)
+        self._by_id[identity] = attempt
         self._by_key[_digest(key)] = attempt
         self._by_session |= dict.fromkeys(sessions, attempt)
-        self._sessions[rollout.id] = list(sessions)
+        self._sessions[identity] = list(sessions)
         return attempt
 
     def get(self, identity: str) -> Attempt:

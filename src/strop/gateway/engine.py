@@ -214,7 +214,7 @@ class Engine:
             min_p=wishes.min_p or 0.0,
         )
         if fixed is None and wishes.seed is not None:
-            seed = wishes.seed if number == 0 else derive_seed(wishes.seed, number)
+            seed = wishes.seed % 2**63 if number == 0 else derive_seed(wishes.seed, number)
         return replace(base, max_tokens=min([room, *limits]), stop_token_ids=tuple(stops), stop=stop, seed=seed)
 
     def _opening(self, request: Request) -> list[int]:

@@ -82,6 +82,54 @@ async def running(gateway: Gateway, host: str = "127.0.0.1", port: int = 0) -> A
         listening.close()
 
 
+class _Shared:
+    """A gateway that several attempts of this event loop use at the same time."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self.gateway, self.users = gateway, 0
+        self.url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.unused = asyncio.Event()
+        self.serving = asyncio.create_task(self._serve())
+
+    async def _serve(self) -> None:
+        try:
+            async with running(self.gateway) as url:
+                self.url.set_result(url)
+                await self.unused.wait()
+        except StropError as error:
+            if self.url.done():
+                raise
+            self.url.set_exception(error)
+
+
+_shared: dict[tuple[int, int], _Shared] = {}
+
+
+@contextlib.asynccontextmanager
+async def shared(sampler: Sampler, renderer: Renderer, tokenizer: Any) -> AsyncIterator[tuple[Gateway, str]]:
+    """The gateway over a sampler for attempts of this process: open on loopback while anybody uses it.
+
+    Every call must belong to an attempt, and may name the model as it likes.
+
+    Yields:
+        the gateway, and its URL.
+    """
+    name = (id(asyncio.get_running_loop()), id(sampler))
+    entry = _shared.get(name)
+    if entry is None:
+        gateway = Gateway(Engine(sampler, renderer, tokenizer), "policy", Access(only_attempts=True, any_model=True))
+        entry = _shared[name] = _Shared(gateway)
+    entry.users += 1
+    try:
+        yield entry.gateway, await asyncio.shield(entry.url)
+    finally:
+        entry.users -= 1
+        if entry.users == 0:
+            del _shared[name]
+            entry.unused.set()
+            await entry.serving
+
+
 async def serve(
     sampler: Sampler,
     renderer: Renderer,

@@ -92,6 +92,11 @@ class Conversation:
         self._calls_made = 0
 
     @property
+    def params(self) -> SamplingParams:
+        """How every call is sampled, but for its seed."""
+        return self._params
+
+    @property
     def room(self) -> int:
         """Tokens left of the context, before what was appended since the last reply."""
         return self.sampler.max_context - len(self._ids)

@@ -59,6 +59,7 @@ class ChatMLRenderer:
     bridges_from_last_turn = True
 
     def __init__(self, tokenizer: Any, default_system: str | None = None) -> None:
+        self.tokenizer = tokenizer
         self._default_system = default_system
         self._encode_plain, self._decode = _text_functions(tokenizer)
         markers = _marker_strings(tokenizer)
