@@ -1,0 +1,93 @@
+"""One request on its way through the embedded sampler, and the engine that computes logits for many of them."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from torch import Tensor
+
+from strop.rollouts import FinishReason
+from strop.sampling.sampler import Sample, SamplingParams
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A request and what it has got so far. Belongs to the engine's thread, but for `future` and `cancelled`.
+
+    Attributes:
+        prompt: (n,) token ids.
+        params: how to sample; the seed is set.
+        future: where the sample goes, in its own event loop.
+        asked: when `sample` was called, on `time.monotonic()`'s clock; `started`, when its first step began.
+        cancelled: set by the caller's side; the engine drops it before its next step.
+        queued: whether it still takes up a place in the queue.
+        row: the engine's place for it.
+        source, shared: the row (and when that was taken) whose first `shared` tokens it will copy once computed.
+        cached: prompt tokens that needed no computing.
+    """
+
+    prompt: np.ndarray
+    params: SamplingParams
+    future: asyncio.Future[Sample]
+    asked: float
+    limit: int
+    started: float = 0.0
+    cancelled: bool = False
+    queued: bool = True
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    row: int = -1
+    source: tuple[int, int] | None = None
+    shared: int = 0
+    cached: int = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens so far, prompt and sampled."""
+        return len(self.prompt) + len(self.tokens)
+
+    def sample(self, reason: FinishReason, now: float) -> Sample:
+        """The finished sample."""
+        return Sample(
+            tokens=self.tokens,
+            logprobs=self.logprobs,
+            versions=self.versions,
+            finish_reason=reason,
+            cached=self.cached,
+            queued=self.started - self.asked,
+            seconds=now - self.started,
+        )
+
+
+class Engine(Protocol):
+    """Computes logits for the sequences that it has admitted. Called by one thread, under the policy's lock.
+
+    Attributes:
+        prefilled: prompt tokens computed since the start.
+    """
+
+    prefilled: int
+
+    def admit(self, sequence: Sequence) -> bool:
+        """Find a place for a sequence; False if there is none at present."""
+        ...
+
+    def step(self) -> tuple[list[Sequence], Tensor | None]:
+        """Compute a step: the sequences that now get a token, and their logits (sequences, vocab)."""
+        ...
+
+    def append(self, sequence: Sequence, token: int) -> None:
+        """`sequence` got `token` and goes on."""
+        ...
+
+    def release(self, sequence: Sequence) -> None:
+        """`sequence` ended. Its place is free."""
+        ...
+
+    def weights_changed(self) -> None:
+        """The weights are other ones than in the step before. Also called before the first step."""
+        ...
