@@ -7,6 +7,7 @@ How rollouts become one is in `packing`; how one is split and run, in `microbatc
 from __future__ import annotations
 
 import json
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -114,7 +115,7 @@ class Batch:
             rollouts = tuple(json.loads(arrays.pop("rollouts").tobytes()))
             extras = {n.removeprefix("extras."): arrays.pop(n) for n in list(arrays) if n.startswith("extras.")}
             return cls(**arrays, rollouts=rollouts, extras=extras)
-        except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
+        except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
             raise BatchError(f"{path}: the stored batch can't be read ({error}).") from error
 
 
