@@ -155,7 +155,7 @@ class TaskResult:
 
     Attributes:
         task_id: the task.
-        label: what results are broken down by, for example its difficulty; "" without one.
+        label: what results are broken down by, for example "steps 2, kind bill"; "" without any.
         rewards: reward of each scored attempt.
         solved: 1.0 or 0.0 for each scored attempt; empty where the environment has no notion of solving.
     """
@@ -164,6 +164,11 @@ class TaskResult:
     label: str
     rewards: tuple[float, ...]
     solved: tuple[float, ...] = ()
+
+    @property
+    def labels(self) -> list[str]:
+        """The parts of its label: "steps 2" and "kind bill"."""
+        return self.label.split(", ") if self.label else []
 
     @property
     def score(self) -> float:
@@ -220,13 +225,13 @@ class Evaluation:
         return _share([task.at_k(k) for task in self.tasks], confidence)
 
     def by_label(self, confidence: float = 0.95) -> dict[str, Estimate]:
-        """Score of the tasks of each label, labels in natural order ("2 steps" before "10 steps")."""
-        labels = sorted({task.label for task in self.tasks}, key=natural_key)
-        return {label: score_of([task for task in self.tasks if task.label == label], confidence) for label in labels}
+        """Score of the tasks that carry each label, in natural order ("steps 2" before "steps 10")."""
+        labels = sorted({label for task in self.tasks for label in task.labels}, key=natural_key)
+        return {label: self.only(label).score(confidence) for label in labels}
 
     def only(self, label: str) -> Evaluation:
-        """The part of it whose tasks have this label."""
-        return replace(self, tasks=tuple(task for task in self.tasks if task.label == label))
+        """The part of it whose tasks carry this label."""
+        return replace(self, tasks=tuple(task for task in self.tasks if label in task.labels))
 
     def as_record(self) -> dict[str, Any]:
         """As JSON values: what an "evaluation" event of a run directory carries. `from_record` reads it back."""
@@ -291,7 +296,9 @@ def compare(before: Evaluation, after: Evaluation, *, confidence: float = 0.95, 
     """Compare two evaluations task by task.
 
     The interval is the percentile bootstrap of the mean difference over tasks, each task keeping its pair of scores:
-    what both models find hard cancels, so it is narrower than the intervals of two unpaired scores.
+    what both models find hard cancels, so it is narrower than the intervals of two unpaired scores. Where no two tasks
+    differ in their difference there is nothing to resample, and n tasks alike only say that fewer than Wilson's upper
+    bound of 0 in n are otherwise: the interval is that wide on either side.
 
     Raises:
         EvaluationError: they have no task in common.
@@ -313,12 +320,21 @@ def compare(before: Evaluation, after: Evaluation, *, confidence: float = 0.95, 
         after.name,
         float(old_scores.mean()),
         float(new_scores.mean()),
-        bootstrap_mean(difference, confidence=confidence, seed=seed),
+        _gain(difference, confidence, seed),
         wins,
         losses,
         sign_test(wins, losses),
         len(old) + len(new) - 2 * len(common),
     )
+
+
+def _gain(difference: Array, confidence: float, seed: int) -> Estimate:
+    """Mean difference with its interval; see `compare`."""
+    if np.ptp(difference) > 0:
+        return bootstrap_mean(difference, confidence=confidence, seed=seed)
+    value, n = float(difference[0]), len(difference)
+    margin = wilson(0, n, confidence).high
+    return Estimate(value, value - margin, value + margin, n)
 
 
 def score_of(tasks: Sequence[TaskResult], confidence: float = 0.95) -> Estimate:

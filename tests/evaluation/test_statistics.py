@@ -180,9 +180,13 @@ def test_pairing_is_narrower_than_comparing_two_scores() -> None:
     assert paired.low > 0
 
 
-def test_the_same_evaluation_twice_has_no_gain_at_all() -> None:
+def test_tasks_that_are_all_alike_leave_room_for_those_that_were_not_seen() -> None:
     same = compare(fifty_tasks("a", 20), fifty_tasks("b", 20))
-    assert (same.gain.value, same.gain.low, same.gain.high, same.p_value) == (0.0, 0.0, 0.0, 1.0)
+    margin = stats.binomtest(0, 50).proportion_ci(0.95, method="wilson").high
+    assert (same.gain.value, same.gain.low, same.gain.high) == pytest.approx((0.0, -margin, margin))
+    assert same.p_value == 1.0
+    all_gained = compare(fifty_tasks("a", 0), fifty_tasks("b", 50))
+    assert (all_gained.gain.value, all_gained.gain.low) == pytest.approx((1.0, 1.0 - margin))
 
 
 def test_only_common_tasks_are_compared_and_none_is_an_error() -> None:
@@ -197,15 +201,18 @@ def test_only_common_tasks_are_compared_and_none_is_an_error() -> None:
 # -- tables and records -------------------------------------------------------------------------------------------
 
 
-def test_by_label_keeps_natural_order() -> None:
+def test_scores_by_label_count_a_task_under_each_of_its_labels() -> None:
     tasks = tuple(
-        TaskResult(f"{label}-{i}", label, (float(i < 3),), (float(i < 3),))
-        for label in ("10 steps", "2 steps", "1 step")
+        TaskResult(f"{steps}-{kind}-{i}", f"steps {steps}, kind {kind}", (float(i < 3),), (float(i < 3),))
+        for steps, kind in ((10, "bill"), (2, "bill"), (2, "change"))
         for i in range(4)
     )
-    table = Evaluation("a", tasks).by_label()
-    assert list(table) == ["1 step", "2 steps", "10 steps"]
-    assert all(score.value == 0.75 and score.n == 4 for score in table.values())
+    made = Evaluation("a", (*tasks, TaskResult("bare", "", (0.0,), (0.0,))))
+    table = made.by_label()
+    assert list(table) == ["kind bill", "kind change", "steps 2", "steps 10"]
+    assert [score.n for score in table.values()] == [8, 4, 8, 4]
+    assert all(score.value == 0.75 for score in table.values())
+    assert {task.task_id for task in made.only("kind change").tasks} == {f"2-change-{i}" for i in range(4)}
 
 
 def test_numbers_inside_names_count_as_numbers() -> None:

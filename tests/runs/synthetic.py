@@ -98,7 +98,7 @@ def make_task(number: int, split: str) -> Task:
         {"role": "system", "content": "You may look things up."},
         {"role": "user", "content": f"Synthetic question {number}?"},
     )
-    return Task(f"{split}-{number}", "synthetic", messages, labels={"difficulty": f"{1 + number % 3} steps"})
+    return Task(f"{split}-{number}", "synthetic", messages, labels={"steps": str(1 + number % 3)})
 
 
 def evaluate(writer: Writer, name: str, stage: str, step: int, skill: float, tasks: int) -> None:
@@ -114,7 +114,7 @@ def evaluate(writer: Writer, name: str, stage: str, step: int, skill: float, tas
         groups.append((Group(f"evaluation-{name}-{number}", task, [rollout], step), "evaluation"))
         if isinstance(rollout.ending, Scored):
             solved = (float(bool(rollout.ending.solved)),)
-            results.append(TaskResult(task.id, task.labels["difficulty"], (rollout.ending.reward,), solved))
+            results.append(TaskResult(task.id, f"steps {task.labels['steps']}", (rollout.ending.reward,), solved))
     writer.batch(f"evaluation-{name.replace(' ', '-')}.parquet", groups)
     found = Evaluation(name, tuple(results), {"recovery": 0.2 + 0.6 * skill, "tokens_per_attempt": 60.0})
     writer.event("evaluation", stage=stage, step=step, **found.as_record())

@@ -108,7 +108,7 @@ def test_evaluations_are_compared_from_runs_and_files(run: RunRecord, tmp_path: 
     gain = found.gain.scaled(100)
     assert f"{gain.value:+.1f} ({gain.low:+.1f} to {gain.high:+.1f})" in text
     assert f"{found.wins} tasks went up, {found.losses} down" in text
-    for label in ("1 steps", "2 steps", "3 steps"):
+    for label in ("steps 1", "steps 2", "steps 3"):
         assert label in text
     assert printed(show.show_comparison("made-up:start", "made-up", run.path.parent)).count("+") == text.count("+")
 

@@ -78,7 +78,7 @@ def evaluation_of(name: str, groups: Sequence[Group]) -> Evaluation:
         if scored:
             solved = tuple(float(s.solved) for s in scored if s.solved is not None)
             rewards = tuple(float(s.reward) for s in scored)
-            label = ", ".join(group.task.labels.values())
+            label = ", ".join(f"{name} {value}" for name, value in group.task.labels.items())
             results.append(TaskResult(group.task.id, label, rewards, solved if len(solved) == len(scored) else ()))
     if not results:
         reasons = {str(r.ending.reason) for g in groups for r in g.rollouts if isinstance(r.ending, Failed)}

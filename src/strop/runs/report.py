@@ -273,13 +273,8 @@ def _tiles(run: RunRecord, report: CostReport) -> str:
         found.evaluation.metrics["recovery"] for _, found in milestones if "recovery" in found.evaluation.metrics
     ]
     if recovered:
-        tiles.append(
-            (
-                "errors recovered from",
-                f"{recovered[0]:.0%} → {recovered[-1]:.0%}",
-                "of the errors met in held-out tasks",
-            )
-        )
+        arrow = " → ".join(f"{share:.0%}" for share in (recovered[0], recovered[-1])[: len(recovered)])
+        tiles.append(("errors recovered from", arrow, "of the errors met in held-out tasks"))
     tiles.append(
         ("cost", dollars(report.usd), f"{duration(report.seconds)} at {dollars(report.price.usd_per_hour)} an hour")
     )
@@ -308,7 +303,7 @@ def _scores(run: RunRecord) -> str:
     labels = list(dict.fromkeys(label for scores in by_label for label in scores))
     rows: list[tuple[str, list[Estimate | None]]] = [("all", [found.evaluation.score() for _, found in run.milestones])]
     if len(labels) > 1:
-        rows += [(label or "no label", [scores.get(label) for scores in by_label]) for label in labels]
+        rows += [(label, [scores.get(label) for scores in by_label]) for label in labels]
     body = [[escape(name), *[_score_cell(score) for score in scores]] for name, scores in rows]
     table = _html_table(["tasks", *names], body, raw=True)
     return f'<div class="beside"><figure class="card wide">{chart}</figure>{table}</div>'

@@ -11,6 +11,7 @@ from typing import Any
 
 from strop.rollouts import Group
 from strop.runs.reading import Attempt, RolloutFile, RunRecord
+from strop.runs.show import labels_of
 from strop.runs.turns import Turn, turns
 
 #: Most files of attempts on one page.
@@ -92,7 +93,7 @@ def _pack(attempt: Attempt, index: int, texts: _Texts) -> dict[str, Any]:
         "n": index,
         "id": rollout.id,
         "task": attempt.group.task.id,
-        "label": ", ".join(attempt.group.task.labels.values()),
+        "label": labels_of(attempt.group.task),
         "reward": rollout.reward,
         "solved": attempt.solved,
         "failure": attempt.failure,

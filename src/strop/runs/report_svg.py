@@ -147,7 +147,7 @@ class Chart:
         y = 10.0**y_low if self.log else y_low
         for number, (name, first, last) in enumerate(self.stages):
             left, right = at(first, y)[0], at(last, y)[0]
-            if number % 2 == 0:
+            if number % 2 == 0 and len(self.stages) > 1:
                 height = self.height - TOP - BOTTOM
                 parts.append(
                     f'<rect class="stage" x="{left:.1f}" y="{TOP:g}" width="{right - left:.1f}" height="{height:g}"/>'

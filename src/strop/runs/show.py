@@ -21,7 +21,7 @@ from rich.text import Text
 from strop.costs.prices import MachinePrice
 from strop.costs.report import CostReport, Gain, cost_report, run_price
 from strop.errors import RunError
-from strop.rollouts import ModelCall
+from strop.rollouts import ModelCall, Task
 from strop.runs.reading import Attempt, RunRecord, Step, list_runs, open_run
 from strop.runs.turns import Turn, token_texts, turns
 from strop.statistics import Estimate, Evaluation, compare
@@ -241,7 +241,7 @@ def show_step(
         table.add_row(
             str(number),
             attempt.group.task.id,
-            ", ".join(attempt.group.task.labels.values()),
+            labels_of(attempt.group.task),
             reward,
             {True: "[green]yes[/]", False: "[red]no[/]", None: "-"}[attempt.solved],
             str(rollout.sampled_tokens),
@@ -291,7 +291,7 @@ def _attempt_head(run: RunRecord, where: str, number: int, attempt: Attempt) -> 
     seconds = ", ".join(f"{name} {value:.2f} s" for name, value in rollout.seconds.items())
     lines = [
         Text.assemble((f"{run.name}, {where}, attempt {number}", "bold"), (f"  {rollout.id}", "dim")),
-        Text(f"task {attempt.group.task.id} of {rollout.environment}  {', '.join(attempt.group.task.labels.values())}"),
+        Text(f"task {attempt.group.task.id} of {rollout.environment}  {labels_of(attempt.group.task)}"),
         Text(
             f"{len(rollout.calls)} calls, {rollout.sampled_tokens} sampled tokens, weights {_versions(attempt.versions)}, "
             f"seed {rollout.seed}, {rollout.ended - rollout.started:.2f} s ({seconds})"
@@ -373,6 +373,11 @@ def interval(estimate: Estimate, form: str = ".1%") -> str:
     """An estimate as people read it: "43.5% (36.8 to 50.4)" without repeating the per-cent sign."""
     low, high = f"{estimate.low:{form}}", f"{estimate.high:{form}}"
     return f"{estimate.value:{form}} ({low.removesuffix('%')} to {high.removesuffix('%')})"
+
+
+def labels_of(task: Task) -> str:
+    """A task's labels in one line: "steps 2, kind bill"."""
+    return ", ".join(f"{name} {value}" for name, value in task.labels.items())
 
 
 def figure(value: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+from strop.agents.metrics import Metrics
 from strop.config import SFTSettings
 from strop.errors import ConfigError
 from strop.learning import Schedule, make_loss, pack_demonstrations
@@ -26,11 +27,16 @@ async def train_sft(stage: SFTSettings, shop: Workshop, done: int) -> None:
     rate = Schedule(steps=stage.steps, **stage.schedule.model_dump()).at
     for step in range(done, stage.steps):
         batch = pack_demonstrations([examples[n] for n in batch_numbers(stage, len(examples), step, shop.recipe.seed)])
-        metrics = await shop.work(learner.forward_backward, batch, loss, 1.0)
+        metrics = sft_metrics(await shop.work(learner.forward_backward, batch, loss, 1.0))
         metrics |= await shop.work(learner.step, rate(step))
         run.log_step(stage.name, step, metrics)
         await shop.evaluate_if_due(stage, step + 1)
         shop.checkpoint_if_due(stage, step + 1)
+
+
+def sft_metrics(metrics: Metrics) -> Metrics:
+    """Without those that compare the learner with the sampler of its tokens: nothing sampled a demonstration."""
+    return {name: value for name, value in metrics.items() if name != "entropy" and not name.startswith("mismatch_")}
 
 
 def demonstrations(stage: SFTSettings, shop: Workshop) -> list[tuple[list[int], list[bool]]]:
