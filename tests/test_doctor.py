@@ -15,6 +15,7 @@ from rich.console import Console
 
 from strop import doctor
 from strop.doctor import Finding, diagnose, show_findings
+from strop.sandboxes import Lack, Report
 
 FILES = {
     "/proc/cpuinfo": "model name\t: Test CPU\nflags\t\t: fpu avx2 avx512_bf16\n",
@@ -124,6 +125,19 @@ def test_a_gpu_that_torch_cannot_use_is_a_warning(tmp_path: Path, monkeypatch: p
     assert found("GPU", tmp_path).state == "ok"
     tool.write_text("#!/bin/sh\nexit 9\n")
     assert "driver" in found("GPU", tmp_path).mend
+
+
+@pytest.mark.parametrize(("tier", "state"), [("namespaces", "ok"), ("bubblewrap", "warning"), ("none", "optional")])
+def test_the_sandbox_tier_is_the_probes_and_what_it_lacks_is_to_mend(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tier: str, state: str
+) -> None:
+    lacks = (
+        (Lack("user namespaces", "isolation", "sysctl -w user.max_user_namespaces=10000"),) if tier == "none" else ()
+    )
+    monkeypatch.setattr("strop.sandboxes.probe", lambda: Report(tier, lacks, (), "as tried"))
+    assert found("sandboxes", tmp_path) == Finding("sandboxes", state, f"{tier}: as tried")
+    mends = [finding.mend for finding in diagnose(tmp_path) if finding.what.startswith("sandboxes: ")]
+    assert mends == [lack.mend for lack in lacks]
 
 
 def test_the_table_puts_what_is_missing_first_among_what_to_mend() -> None:

@@ -242,13 +242,14 @@ def _packages() -> Iterator[Finding]:
 
 
 def _sandboxes() -> Iterator[Finding]:
-    from strop import sandboxes
+    from strop.sandboxes import probe
 
-    probe = getattr(sandboxes, "probe", None)
-    if probe is None:
-        return
-    found = probe()
-    yield Finding("sandboxes", "ok" if not found.missing else "warning", found.tier, found.missing)
+    report = probe()
+    # Only environments that run model-written code need them; these refuse to start without.
+    states: dict[str, State] = {"namespaces": "ok", "none": "optional"}
+    yield Finding("sandboxes", states.get(report.tier, "warning"), f"{report.tier}: {report.detail}")
+    for lack in report.lacks:
+        yield Finding(f"sandboxes: {lack.what}", "optional", f"missing, for {lack.why}", lack.mend)
 
 
 def _price() -> Iterator[Finding]:
