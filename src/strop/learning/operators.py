@@ -14,6 +14,9 @@ from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 from torch.nn import functional
 
+#: fp32 elements that an elementwise pass works on at once, so that its intermediate values stay in cache.
+IN_CACHE = 1 << 17
+
 
 def apply(piece: type[Function], *arguments: Any) -> Tensor:
     """Run a differentiable piece: `Function.apply` with a type."""
@@ -75,17 +78,22 @@ class RMSNorm(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        """With x̂ = x / rms: dx = (w dy - x̂ mean(w dy x̂)) / rms; dw += Σ dy x̂."""
+        """With x̂ = x / rms: dx = (w dy - x̂ mean(w dy x̂)) / rms; dw += Σ dy x̂. A few rows at a time stay in cache."""
         x, weight = ctx.saved_tensors
         width = x.shape[-1]
-        inverse = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).square_()
-        inverse = inverse.div_(width).add_(ctx.epsilon).rsqrt_()
-        normed = x * inverse  # fp32
-        scaled = upstream.float()
-        ctx.gradient.add_((normed * scaled).reshape(-1, width).sum(0))
-        scaled = scaled.mul_(weight)
-        slope = torch.linalg.vecdot(scaled, normed).unsqueeze_(-1).div_(-width)
-        return scaled.addcmul_(normed, slope).mul_(inverse).to(x.dtype), None, None, None
+        x, upstream = x.reshape(-1, width), upstream.reshape(-1, width)
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        scale = weight.float()
+        for start in range(0, len(x), max(1, IN_CACHE // width)):
+            rows = slice(start, start + max(1, IN_CACHE // width))
+            normed, slope = (part[rows].to(torch.float32, copy=True) for part in (x, upstream))
+            inverse = torch.linalg.vecdot(normed, normed).div_(width).add_(ctx.epsilon).rsqrt_().unsqueeze_(1)
+            normed.mul_(inverse)
+            ctx.gradient.add_((normed * slope).sum(0))
+            slope.mul_(scale)
+            slope.addcmul_(normed, torch.linalg.vecdot(slope, normed).div_(-width).unsqueeze_(1))
+            torch.mul(slope, inverse, out=out[rows])
+        return out.view(ctx.saved_tensors[0].shape), None, None, None
 
 
 class Rotary(Function):
@@ -131,10 +139,7 @@ class GatedSiLU(Function):
         (gate_up,) = ctx.saved_tensors
         gate, up = gate_up.chunk(2, dim=-1)
         out = torch.empty_like(gate_up)
-        width = gate.shape[-1]
-        torch.mul(functional.silu(gate), upstream, out=out[:, width:])
-        sigmoid = torch.sigmoid(gate)
-        # d silu / d gate = σ (1 + gate (1 - σ))
-        slope = torch.addcmul(gate, gate, sigmoid, value=-1).add_(1).mul_(sigmoid)
-        torch.mul(slope.mul_(up), upstream, out=out[:, :width])
+        d_gate, d_up = out.chunk(2, dim=-1)
+        torch.mul(functional.silu(gate), upstream, out=d_up)
+        torch.ops.aten.silu_backward.grad_input(upstream * up, gate, grad_input=d_gate)
         return out

@@ -22,6 +22,8 @@ from strop.learning.prefix_tree import PrefixTree
 PIECE = 64
 #: Scores that are computed at once, in elements: bounds memory, and keeps a piece's scores in cache.
 SCORES_AT_ONCE = 1 << 22
+#: Bytes of attention weights that a layer may keep for its backward pass; beyond it they are computed again.
+KEPT_BYTES = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,7 @@ def _bucket(pieces: list[int], paths: list[np.ndarray], end: np.ndarray, device:
 
 
 class TreeAttention(Function):
-    """softmax(q kᵀ · scale) v over a plan. Scores and softmax in fp32; grouped queries share keys and values."""
+    """softmax(q kᵀ · scale) v over a plan; softmax in fp32; grouped queries share keys and values."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
@@ -121,62 +123,63 @@ class TreeAttention(Function):
         ctx.plan, ctx.scale = plan, scale
         out = torch.empty((plan.padded, *q.shape[1:]), dtype=q.dtype, device=q.device)
         tiles = out.view(-1, PIECE, *q.shape[1:])
-        for part in _parts(plan, q, k, v, scale):
-            tiles[part.bucket.pieces] = _from_heads(part.weights @ part.values, q.shape[1])
+        kept = []
+        for bucket, queries, keys, values in _gathered(plan, q, k, v):
+            weights = _weights(queries, keys, bucket.bias, scale)
+            tiles[bucket.pieces] = _from_heads(weights @ values, q.shape[1])
+            kept.append(weights)
+        small = sum(weights.nbytes for weights in kept) <= KEPT_BYTES
+        ctx.kept = kept if small and any(ctx.needs_input_grad) else None
         return out[: plan.nodes]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        """Recomputes the softmax. dV = Pᵀ dO, dS = P ∘ (dO Vᵀ - Σ_k P ∘ dO Vᵀ), dQ = dS K, dK = dSᵀ Q."""
+        """dV = Pᵀ dO, dS = P ∘ (dO Vᵀ - Σ_k P ∘ dO Vᵀ), dQ = dS K, dK = dSᵀ Q."""
         q, k, v = ctx.saved_tensors
         plan: AttentionPlan = ctx.plan
-        out = [torch.zeros((plan.padded, *x.shape[1:]), dtype=x.dtype, device=x.device) for x in (q, k, v)]
+        dtypes = (q.dtype, torch.float32, torch.float32)  # what several pieces see gets the sum of their gradients
+        out = [
+            torch.zeros((plan.padded, *x.shape[1:]), dtype=dtype, device=x.device)
+            for x, dtype in zip((q, k, v), dtypes, strict=True)
+        ]
         tiles = [x.view(-1, PIECE, *x.shape[1:]) for x in out]
-        kv_heads = k.shape[1]
         up = _pieces(upstream, plan)
-        for part in _parts(plan, q, k, v, ctx.scale):
-            bucket = part.bucket
-            d_out = _to_heads(up[bucket.pieces], kv_heads)  # (n, kv_heads, group · PIECE, head_dim)
-            d_values = part.weights.mT @ d_out
-            d_scores = (d_out @ part.values.mT).mul_(part.weights)
-            d_scores = d_scores.addcmul_(part.weights, d_scores.sum(-1, keepdim=True), value=-1)
-            tiles[0][bucket.pieces] = _from_heads(d_scores @ part.keys, q.shape[1]).mul_(ctx.scale)
-            d_keys = (d_scores.mT @ part.queries).mul_(ctx.scale)
-            for target, whole, gradient in ((tiles[1], out[1], d_keys), (tiles[2], out[2], d_values)):
-                rows = gradient.transpose(1, 2)  # (n, length + PIECE, kv_heads, head_dim)
-                target.index_add_(0, bucket.pieces, rows[:, bucket.length :])
+        for number, (bucket, queries, keys, values) in enumerate(_gathered(plan, q, k, v)):
+            weights = ctx.kept[number] if ctx.kept else _weights(queries, keys, bucket.bias, ctx.scale)
+            d_out = _to_heads(up[bucket.pieces], k.shape[1])  # (n, kv_heads, group · PIECE, head_dim)
+            d_scores = torch._softmax_backward_data(d_out @ values.mT, weights, -1, weights.dtype)
+            tiles[0][bucket.pieces] = _from_heads((d_scores @ keys).mul_(ctx.scale), q.shape[1])
+            for whole, tile, gradient in (
+                (out[1], tiles[1], (d_scores.mT @ queries).mul_(ctx.scale)),
+                (out[2], tiles[2], weights.mT @ d_out),
+            ):
+                rows = gradient.transpose(1, 2).float()  # (n, length + PIECE, kv_heads, head_dim)
+                tile.index_add_(0, bucket.pieces, rows[:, bucket.length :])
                 if bucket.length:
                     whole.index_add_(0, bucket.path, rows[:, : bucket.length].flatten(0, 1))
-        return out[0][: plan.nodes], out[1][: plan.nodes], out[2][: plan.nodes], None, None
+        ctx.kept = None
+        return out[0][: plan.nodes], out[1][: plan.nodes].to(k.dtype), out[2][: plan.nodes].to(v.dtype), None, None
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """One bucket's tensors: queries (n, kv_heads, group · PIECE, head_dim), keys and values (n, kv_heads, length +
-    PIECE, head_dim), weights (n, kv_heads, group · PIECE, length + PIECE)."""
-
-    bucket: Bucket
-    queries: Tensor
-    keys: Tensor
-    values: Tensor
-    weights: Tensor
-
-
-def _parts(plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Iterator[_Part]:
-    kv_heads = k.shape[1]
-    pieces = [_pieces(x, plan) for x in (q, k, v)]
+def _gathered(plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[Bucket, Tensor, Tensor, Tensor]]:
+    """Each bucket's queries (n, kv_heads, group · PIECE, head_dim), and keys and values (n, kv_heads, length + PIECE,
+    head_dim)."""
+    own_q, own_k, own_v = (_pieces(x, plan) for x in (q, k, v))
     for bucket in plan.buckets:
-        queries = _to_heads(pieces[0][bucket.pieces], kv_heads)
-        keys, values = (
-            torch.cat([x[bucket.path].view(-1, bucket.length, *x.shape[1:]), own[bucket.pieces]], dim=1).transpose(1, 2)
-            if bucket.length
-            else own[bucket.pieces].transpose(1, 2)
-            for x, own in ((k, pieces[1]), (v, pieces[2]))
-        )
-        scores = (queries.float() * scale) @ keys.float().mT
-        scores.view(*scores.shape[:2], -1, PIECE, scores.shape[-1]).add_(bucket.bias)
-        yield _Part(bucket, queries, keys, values, scores.softmax(-1).to(q.dtype))
+        queries = _to_heads(own_q[bucket.pieces], k.shape[1])
+        keys, values = own_k[bucket.pieces], own_v[bucket.pieces]
+        if bucket.length:
+            paths = (x[bucket.path].view(-1, bucket.length, *x.shape[1:]) for x in (k, v))
+            keys, values = (torch.cat([path, own], dim=1) for path, own in zip(paths, (keys, values), strict=True))
+        yield bucket, queries, keys.transpose(1, 2), values.transpose(1, 2)
+
+
+def _weights(queries: Tensor, keys: Tensor, bias: Tensor, scale: float) -> Tensor:
+    """(n, kv_heads, group · PIECE, length + PIECE) in the compute dtype. The embedded sampler rounds as is done here."""
+    scores = (queries @ keys.mT).float().mul_(scale)
+    scores.view(*scores.shape[:2], -1, PIECE, scores.shape[-1]).add_(bias)
+    return scores.softmax(-1).to(queries.dtype)
 
 
 def _pieces(x: Tensor, plan: AttentionPlan) -> Tensor:
