@@ -86,12 +86,30 @@ def test_dollars_by_hand(tmp_path: Path) -> None:
     means = rng.binomial(10, 0.6, 100_000) / 10 * 100 / 0.60  # six of ten differences are 1, the others 0
     low, high = np.quantile(means, [0.025, 0.975])
     assert (gain.points_per_usd.low, gain.points_per_usd.high) == pytest.approx((low, high), abs=0.1 * 100 / 0.60)
-    # Ten cents over 10 attempts and 2 solved; twenty over 10 and 8.
-    assert gain.solved_usd_before == pytest.approx(0.01 / 0.2)
-    assert gain.solved_usd_after == pytest.approx(0.02 / 0.8)
-    assert gain.break_even == pytest.approx(0.60 / (0.05 - 0.025))
+    # Evaluations cost thirty cents over 20 attempts.
+    assert gain.solved_usd_before == pytest.approx(0.015 / 0.2)
+    assert gain.solved_usd_after == pytest.approx(0.015 / 0.8)
+    assert gain.break_even == pytest.approx(0.60 / (0.075 - 0.01875))
     assert gain.usd_to_target == pytest.approx(0.60)
     assert cost_report(RunRecord(tmp_path / "tiny"), target_points=59).gains[0].usd_to_target is None
+
+
+def test_a_solved_task_costs_the_tokens_that_its_attempts_take(tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "tokens", 0)
+    writer.event("run", what="started", price=MachinePrice(36.0, "a cent a second").as_record())
+    for stage, seconds, tokens, solved in (("", 50.0, 100, 2), ("rl", 10.0, 200, 8)):  # the first one on a busy machine
+        with writer.ledger.within("evaluation"):
+            writer.spend(sampler=seconds)
+            writer.ledger.count(sampled=10 * tokens)
+        made = scores(stage or "start", [1] * solved + [0] * (10 - solved))
+        made = Evaluation(made.name, made.tasks, {"tokens_per_attempt": float(tokens)})
+        writer.event("evaluation", stage=stage, step=0, **made.as_record())
+        writer.cost(stage, 0)
+    (gain,) = cost_report(RunRecord(tmp_path / "tokens")).gains
+    # Sixty cents for 3,000 tokens: an attempt costs 2 cents before and 4 after.
+    assert gain.solved_usd_before == pytest.approx(0.02 / 0.2)
+    assert gain.solved_usd_after == pytest.approx(0.04 / 0.8)
+    assert gain.break_even == pytest.approx(0.10 / 0.05)
 
 
 def test_dollars_until_a_target_come_from_the_first_evaluation_that_proves_it(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 from rich.console import Console, RenderableType
 from runs.synthetic import make_run
 
+from strop.costs import cost_report
 from strop.errors import EvaluationError, RunError
 from strop.runs import show
 from strop.runs.reading import RunRecord
@@ -43,15 +46,35 @@ def test_the_list_of_runs(run: RunRecord, tmp_path: Path) -> None:
 def test_a_run_shows_scores_steps_costs_and_warnings(run: RunRecord) -> None:
     text = printed(show.show_run(run, last_steps=3))
     score = run.milestones[1][1].evaluation.score()
-    assert f"{score.value:.1%} ({100 * score.low:.1f} to {100 * score.high:.1f})" in text
+    assert f"{score.value:.1%} ({100 * score.low:.0f} to {100 * score.high:.0f})" in text
     assert "… 13 before" in text
     tenth = next(step for step in run.steps if (step.stage, step.step) == ("rl", 10))
     cells = row(text, "rl ")
     assert cells[1] == "10" and cells[3] == f"{tenth.metrics['reward']:.3f}"
     gain = compare(run.milestones[1][1].evaluation, run.milestones[2][1].evaluation).gain.scaled(100)
-    assert f"{gain.value:+.1f} ({gain.low:+.1f} to {gain.high:+.1f})" in text
+    assert f"{gain.value:+.1f}" in row(text, "gain, points")
+    assert f"{gain.low:+.1f} to {gain.high:+.1f}" in text
     assert "warning at" in text and "they taught nothing" in text
     assert "2 vCPU × $0.045" in text
+
+
+def test_a_narrow_terminal_gets_fewer_columns_and_whole_numbers(run: RunRecord) -> None:
+    text = printed(show.show_steps(run.steps), width=80)
+    assert "reward" in text and "solved" in text and "gradient" not in text
+    assert "…" not in text and max(map(len, text.splitlines())) <= 80
+    attempts = printed(show.show_step(run, 2), width=80)
+    assert [line.split()[0] for line in attempts.splitlines()[3:]] == [str(number) for number in range(32)]
+    assert printed(show.show_steps(run.steps), width=200).count("gradient") == 1
+
+
+def test_a_gain_that_is_not_proven_pays_nothing_off(run: RunRecord) -> None:
+    gain = cost_report(run).gains[-1]
+    assert show.pays_off(gain) == f"{gain.break_even:,.0f}"
+    unproven = replace(gain.comparison, gain=replace(gain.comparison.gain, low=-0.01))
+    assert show.pays_off(replace(gain, comparison=unproven)) == "no gain is proven"
+    assert show.pays_off(replace(gain, break_even=math.inf)) == "never"
+    assert show.to_target(replace(gain, target_points=20.0, usd_to_target=0.0123)) == "$0.0123 (+20)"
+    assert show.to_target(replace(gain, target_points=99.0, usd_to_target=None)) == "not reached (+99)"
 
 
 def test_a_step_lists_its_attempts_with_the_numbers_that_open_them(run: RunRecord) -> None:

@@ -6,7 +6,6 @@ evaluation and idling included, so the accounts add up to the bill.
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -66,8 +65,10 @@ class Gain:
         target_points: gain that was aimed at; None if none was set.
         usd_to_target: dollars until the lower bound of the gain had first passed it, in the evaluations along the
             stretch; None if it never did.
-        solved_usd_before, solved_usd_after: dollars per solved task at the two evaluations: dollars per attempt there
-            ÷ score. Infinite where nothing was solved; None where the evaluation's own cost isn't known.
+        solved_usd_before, solved_usd_after: dollars per solved task at the two evaluations: dollars per attempt ÷ score.
+            An attempt there costs its mean number of tokens at what a sampled token cost over all evaluations of the
+            run (their wall times alone differ with whatever else the machine did), or without those, what an attempt
+            cost over all of them. Infinite where nothing was solved; None where evaluations aren't in the ledger.
         break_even: solved tasks after which the cheaper solving has paid for the stretch: usd ÷ (before − after).
             0 if nothing was solved before, infinite if solving got no cheaper; None where unknown.
     """
@@ -187,11 +188,22 @@ def _token_cost(
 
 def _gains(run: RunRecord, price: MachinePrice, target: float | None) -> tuple[Gain, ...]:
     milestones = run.milestones
-    pairs = [(name, before, after) for (_, before), (name, after) in itertools.pairwise(milestones)]
+    pairs = []
+    for name, after in milestones[1:]:  # what a stage gained, it gained on tasks that were scored before it too
+        earlier = [e for e in run.evaluations if e.index < after.index and (e.stage, e.step) != (after.stage, after.step)]
+        outside = [e for e in earlier if e.stage != after.stage or e.step == 0]
+        if before := next((e for e in reversed(outside) if _comparable(e, after)), None):
+            pairs.append((name, before, after))
     gains = [_gain(run, price, target, *pair, since=_usd_at(run, price, pair[1])) for pair in pairs]
-    if len(pairs) > 1:
+    if len(pairs) > 1 and _comparable(milestones[0][1], milestones[-1][1]):
         gains.append(_gain(run, price, target, "run", milestones[0][1], milestones[-1][1], since=0.0))
     return tuple(gains)
+
+
+def _comparable(one: EvaluationEvent, other: EvaluationEvent) -> bool:
+    """Whether two evaluations scored a task in common: stages may have environments of their own."""
+    tasks = {task.task_id for task in one.evaluation.tasks}
+    return any(task.task_id in tasks for task in other.evaluation.tasks)
 
 
 def _gain(
@@ -241,13 +253,15 @@ def _usd_at(run: RunRecord, price: MachinePrice, found: EvaluationEvent) -> floa
 
 
 def _usd_per_solved(run: RunRecord, price: MachinePrice, found: EvaluationEvent, score: float) -> float | None:
-    """Dollars per solved task at an evaluation: what its phase cost between two ledger entries, over its attempts."""
-    before, after = _around(run, found.index)
-    attempts = sum(other.evaluation.attempts for other in run.evaluations if before.index < other.index < after.index)
-    seconds = after.seconds(EVALUATION) - before.seconds(EVALUATION)
-    if not attempts or seconds <= 0:
+    """Dollars per solved task at an evaluation; see `Gain`."""
+    last = (run.cost_points or [_NOTHING])[-1]
+    usd = price.usd(last.seconds(EVALUATION))
+    sampled = last.ledger["tokens"].get(EVALUATION, {}).get("sampled", 0)
+    length = found.evaluation.metrics.get("tokens_per_attempt")
+    attempts = sum(event.evaluation.attempts for event in run.evaluations)
+    if not usd or not attempts:
         return None
-    per_attempt = price.usd(seconds) / attempts
+    per_attempt = usd / sampled * length if sampled and length else usd / attempts
     return per_attempt / score if score > 0 else math.inf
 
 

@@ -20,7 +20,7 @@ from strop.runs.files import written_whole
 from strop.runs.reading import RunRecord
 from strop.runs.report_attempts import packed_attempts
 from strop.runs.report_svg import Chart, Series
-from strop.runs.show import dollars, duration, figure
+from strop.runs.show import dollars, duration, figure, pays_off, to_target
 from strop.statistics import Estimate
 
 
@@ -371,24 +371,18 @@ def _gains(gains: Sequence[Gain]) -> str:
 
 
 def _gain_row(gain: Gain) -> list[str]:
-    points, per = gain.comparison.gain.scaled(100), gain.points_per_usd
-    to_target, solved, pays = "–", "–", "–"
-    if gain.target_points is not None:
-        reached = "not reached" if gain.usd_to_target is None else dollars(gain.usd_to_target)
-        to_target = _over(reached, f"for +{gain.target_points:g} points")
+    points, per, solved = gain.comparison.gain.scaled(100), gain.points_per_usd, "–"
     if gain.solved_usd_before is not None and gain.solved_usd_after is not None:
         solved = _over(dollars(gain.solved_usd_after), f"before: {dollars(gain.solved_usd_before)}")
-    if gain.break_even is not None:
-        pays = "never" if math.isinf(gain.break_even) else _over(f"{gain.break_even:,.0f}", "solved tasks")
     return [
         escape("whole run" if gain.name == "run" else gain.name),
         _over(f"{points.value:+.1f} points", f"{points.low:+.1f} to {points.high:+.1f}"),
         _over(f"{gain.comparison.wins}, {gain.comparison.losses}", f"sign test p = {gain.comparison.p_value:.1g}"),
         dollars(gain.usd),
         _over(figure(per.value), f"{figure(per.low)} to {figure(per.high)}") if per else "–",
-        to_target,
+        escape(to_target(gain)),
         solved,
-        pays,
+        escape(pays_off(gain)),
     ]
 
 

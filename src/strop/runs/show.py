@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Literal
 
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.padding import Padding
 from rich.panel import Panel
 from rich.table import Table
@@ -33,11 +35,22 @@ COLUMNS = (
     ("solved", "solved", ".0%"),
     ("tokens_per_attempt", "tokens", ".0f"),
     ("recovery", "recovery", ".0%"),
-    ("groups_without_variance", "no variance", ".0%"),
+    ("groups_without_variance", "no\nvariance", ".0%"),
     ("staleness_max", "stale", ".0f"),
-    ("mismatch_kl", "mismatch KL", ".1e"),
-    ("grad_norm", "grad norm", ".2f"),
+    ("mismatch_kl", "mismatch\nKL", ".1e"),
+    ("grad_norm", "gradient\nnorm", ".2f"),
     ("failed", "failed", ".0f"),
+)
+#: Which of them go first where the terminal is narrow.
+FIRST_TO_GO = (
+    "grad_norm",
+    "failed",
+    "staleness_max",
+    "tokens_per_attempt",
+    "groups_without_variance",
+    "mismatch_kl",
+    "loss",
+    "recovery",
 )
 _ROLE_COLOURS = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow", "note": "magenta"}
 
@@ -99,23 +112,27 @@ def show_scores(run: RunRecord) -> Table:
     by_label = [found.evaluation.by_label() for _, found in run.milestones]
     rows += [(f"  {label}", [scores[label] for scores in by_label if label in scores]) for label in labels]
     for name, scores in rows:
-        table.add_row(name, *[interval(score) for score in scores])
+        table.add_row(name, *[f"{s.value:.1%} ({100 * s.low:.0f} to {100 * s.high:.0f})" for s in scores])
     if any("recovery" in found.evaluation.metrics for _, found in run.milestones):
         recovered = [found.evaluation.metrics.get("recovery") for _, found in run.milestones]
         table.add_row("errors recovered from", *["-" if value is None else f"{value:.0%}" for value in recovered])
     return table
 
 
-def show_steps(steps: Sequence[Step], hidden: int = 0) -> Table:
-    """A row a step, with the metrics that it has."""
-    columns = [column for column in COLUMNS if any(column[0] in step.metrics for step in steps)]
-    table = _table("stage", ">step", *[f">{heading}" for _, heading, _ in columns], ">at")
-    if hidden > 0:
-        table.add_row(Text(f"… {hidden} before", style="dim"))
-    for step in steps:
-        values = [f"{step.metrics[name]:{form}}" if name in step.metrics else "" for name, _, form in columns]
-        table.add_row(step.stage, str(step.step), *values, duration(step.clock))
-    return table
+def show_steps(steps: Sequence[Step], hidden: int = 0) -> RenderableType:
+    """A row a step, with the metrics that it has, as many as the terminal has room for."""
+    columns = {name: (heading, form) for name, heading, form in COLUMNS if any(name in step.metrics for step in steps)}
+
+    def table(names: Sequence[str]) -> Table:
+        made = _table("stage", ">step", *[f">{columns[name][0]}" for name in names], ">minute")
+        if hidden > 0:
+            made.add_row(Text(f"… {hidden} before", style="dim"))
+        for step in steps:
+            values = [f"{step.metrics[name]:{columns[name][1]}}" if name in step.metrics else "" for name in names]
+            made.add_row(step.stage, str(step.step), *values, f"{step.clock / 60:.1f}")
+        return made
+
+    return _Fitting(table, list(columns), [name for name in FIRST_TO_GO if name in columns])
 
 
 def show_cost(run: RunRecord, price: MachinePrice | None = None, target_points: float | None = None) -> RenderableType:
@@ -126,9 +143,13 @@ def show_cost(run: RunRecord, price: MachinePrice | None = None, target_points: 
 def show_costs(report: CostReport) -> RenderableType:
     """Where the seconds and dollars went, and what they bought."""
     table = _table("phase", "activity", ">time", ">share", ">cost")
-    for account in report.accounts:
-        share = account.seconds / report.seconds if report.seconds else 0.0
+    small = [account for account in report.accounts if account.seconds < 0.001 * report.seconds]
+    for account in report.accounts[: len(report.accounts) - len(small)]:
+        share = account.seconds / report.seconds
         table.add_row(account.phase, account.activity, duration(account.seconds), f"{share:.1%}", dollars(account.usd))
+    if small:
+        seconds, usd = sum(account.seconds for account in small), sum(account.usd for account in small)
+        table.add_row(f"{len(small)} more", "", duration(seconds), f"{seconds / report.seconds:.1%}", dollars(usd))
     table.add_section()
     table.add_row("all", "", duration(report.seconds), "100%", dollars(report.usd), style="bold")
     lines = [f"Machine: {report.price.text}, {dollars(report.price.usd_per_hour)} an hour."]
@@ -151,33 +172,40 @@ def show_costs(report: CostReport) -> RenderableType:
     return Group(*parts)
 
 
-def show_gains(gains: Iterable[Gain]) -> Table:
+def show_gains(gains: Sequence[Gain]) -> Table:
     """Intelligence per dollar: what each stage gained for what it cost."""
-    table = _table(
-        "stage", ">gain, points", ">cost", ">points per $", ">$ to target", ">$ a solved task", ">pays off after"
-    )
-    for gain in gains:
-        to_target = "-"
-        if gain.target_points is not None:
-            to_target = dollars(gain.usd_to_target) if gain.usd_to_target is not None else "not reached"
-            to_target += f" ({gain.target_points:g})"
-        per_solved = "-"
-        if gain.solved_usd_before is not None and gain.solved_usd_after is not None:
-            per_solved = f"{dollars(gain.solved_usd_before)} → {dollars(gain.solved_usd_after)}"
-        table.add_row(
-            gain.name,
-            interval(gain.comparison.gain.scaled(100), "+.1f"),
-            dollars(gain.usd),
-            f"{figure(per.value)} ({figure(per.low)} to {figure(per.high)})" if (per := gain.points_per_usd) else "-",
-            to_target,
-            per_solved,
-            "-"
-            if gain.break_even is None
-            else "never"
-            if math.isinf(gain.break_even)
-            else f"{gain.break_even:,.0f} tasks",
-        )
+    table = _table("what it bought", *[f">{'whole run' if gain.name == 'run' else gain.name}" for gain in gains])
+    rows: dict[str, Callable[[Gain], str]] = {
+        "gain, points": lambda gain: two_lines(gain.comparison.gain.scaled(100), "+.1f"),
+        "cost": lambda gain: dollars(gain.usd),
+        "points per dollar": lambda gain: two_lines(gain.points_per_usd) if gain.points_per_usd else "-",
+        "dollars to target": to_target,
+        "a solved task before": lambda gain: "-" if gain.solved_usd_before is None else dollars(gain.solved_usd_before),
+        "a solved task after": lambda gain: "-" if gain.solved_usd_after is None else dollars(gain.solved_usd_after),
+        "solved tasks until paid": pays_off,
+    }
+    for name, cell in rows.items():
+        cells = [cell(gain) for gain in gains]
+        if set(cells) != {"-"}:
+            table.add_row(name, *cells)
     return table
+
+
+def to_target(gain: Gain) -> str:
+    """Dollars until the target was passed, in words."""
+    if gain.target_points is None:
+        return "-"
+    reached = "not reached" if gain.usd_to_target is None else dollars(gain.usd_to_target)
+    return f"{reached} (+{gain.target_points:g})"
+
+
+def pays_off(gain: Gain) -> str:
+    """After how many solved tasks a gain pays off, in words. Nothing pays off that isn't proven."""
+    if gain.break_even is None:
+        return "-"
+    if gain.comparison.gain.low <= 0:
+        return "no gain is proven"
+    return "never" if math.isinf(gain.break_even) else f"{gain.break_even:,.0f}"
 
 
 def show_comparison(before: str, after: str, root: str | Path = "runs") -> RenderableType:
@@ -231,26 +259,36 @@ def show_step(
         run, step, stage, evaluation: as in `RunRecord.find`.
     """
     file = run.find(step=step, stage=stage, evaluation=evaluation)
-    table = _table(">#", "task", "label", ">reward", "solved", ">tokens", ">calls", ">tool errors", "weights", "ending")
-    for number, attempt in enumerate(run.attempts(file)):
-        rollout = attempt.rollout
-        errors = sum(turn.error is not None for turn in turns(attempt))
-        reward = "-" if rollout.reward is None else f"{rollout.reward:.3f}"
-        ending = attempt.failure or ("cut off" if rollout.truncated else "")
-        ending = ending or ("" if attempt.used in ("trained", "evaluation") else f"not trained on: {attempt.used}")
-        table.add_row(
-            str(number),
-            attempt.group.task.id,
-            labels_of(attempt.group.task),
-            reward,
-            {True: "[green]yes[/]", False: "[red]no[/]", None: "-"}[attempt.solved],
-            str(rollout.sampled_tokens),
-            str(len(rollout.calls)),
-            str(errors or ""),
-            _versions(attempt.versions),
-            Text(ending, style="red" if attempt.failure else "yellow"),
-        )
-    return Group(Text.assemble((f"{run.name}, {file.label}", "bold")), table)
+    rows = [_attempt_row(number, attempt) for number, attempt in enumerate(run.attempts(file))]
+
+    def table(names: Sequence[str]) -> Table:
+        made = _table(*names)
+        for row in rows:
+            made.add_row(*[row[name] for name in names])
+        return made
+
+    names = [">#", "task", "label", ">reward", "solved", ">tokens", ">calls", ">tool errors", "weights", "ending"]
+    fitting = _Fitting(table, names, ["weights", ">calls", "label", ">tool errors", ">tokens"])
+    return Group(Text.assemble((f"{run.name}, {file.label}", "bold")), fitting)
+
+
+def _attempt_row(number: int, attempt: Attempt) -> dict[str, str | Text]:
+    rollout = attempt.rollout
+    left_out = "" if attempt.used in ("trained", "evaluation") else f"not trained on: {attempt.used}"
+    ending = attempt.failure or left_out or ("cut off" if rollout.truncated else "")
+    errors = sum(turn.error is not None for turn in turns(attempt))
+    return {
+        ">#": str(number),
+        "task": attempt.group.task.id,
+        "label": labels_of(attempt.group.task),
+        ">reward": "-" if rollout.reward is None else f"{rollout.reward:.3f}",
+        "solved": {True: "[green]yes[/]", False: "[red]no[/]", None: "-"}[attempt.solved],
+        ">tokens": str(rollout.sampled_tokens),
+        ">calls": str(len(rollout.calls)),
+        ">tool errors": str(errors or ""),
+        "weights": _versions(attempt.versions),
+        "ending": Text(ending if len(ending) < 60 else f"{ending[:59]}…", style="red" if attempt.failure else "yellow"),
+    }
 
 
 def show_attempt(
@@ -350,11 +388,30 @@ def _ending(attempt: Attempt) -> Text:
     return Text.assemble((f"Reward {attempt.rollout.reward:g}", "bold"), solved, (f"  {metrics}", "dim"))
 
 
+class _Fitting:
+    """A table that leaves out columns, in a given order, until it fits the terminal."""
+
+    def __init__(
+        self, table: Callable[[Sequence[str]], Table], names: Sequence[str], first_to_go: Sequence[str]
+    ) -> None:
+        self.table, self.names, self.first_to_go = table, names, first_to_go
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        wide = options.update(width=10_000)
+        names = list(self.names)
+        for name in self.first_to_go:
+            if Measurement.get(console, wide, self.table(names)).maximum <= options.max_width:
+                break
+            names.remove(name)
+        yield self.table(names)
+
+
 def _table(*headings: str) -> Table:
     """A plain table; a heading that begins with ">" is right-aligned."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", show_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", show_edge=False, padding=(0, 1, 0, 0))
     for heading in headings:
-        table.add_column(heading.removeprefix(">"), justify="right" if heading.startswith(">") else "left")
+        justify: Literal["right", "left"] = "right" if heading.startswith(">") else "left"
+        table.add_column(heading.removeprefix(">"), justify=justify, no_wrap=True)
     return table
 
 
@@ -378,6 +435,12 @@ def interval(estimate: Estimate, form: str = ".1%") -> str:
 def labels_of(task: Task) -> str:
     """A task's labels in one line: "steps 2, kind bill"."""
     return ", ".join(f"{name} {value}" for name, value in task.labels.items())
+
+
+def two_lines(estimate: Estimate, form: str | None = None) -> str:
+    """An estimate with its interval below it; without a format, with three digits that matter."""
+    value, low, high = (f"{v:{form}}" if form else figure(v) for v in (estimate.value, estimate.low, estimate.high))
+    return f"{value}\n{low} to {high}"
 
 
 def figure(value: float) -> str:
