@@ -8,6 +8,7 @@ import re
 import shutil
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -82,6 +83,21 @@ def test_attempts_on_the_page_are_those_of_the_files(run: RunRecord, page: str) 
                 attempt.failure,
             )
             assert data["texts"][row["turns"][1]["text"]] == attempt.group.task.messages[1]["content"]
+
+
+def test_sampled_tokens_come_with_text_and_probability_where_a_checkpoint_has_a_tokenizer(
+    run: RunRecord, tmp_path: Path, chat_tokenizer: Any
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(run.path, copy)
+    folder = copy / "checkpoints" / "rl-000012"
+    folder.mkdir(parents=True)
+    chat_tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
+    data = data_of(write_report(copy, tmp_path / "page.html").read_text())
+    attempt, row = run.attempts(run.find(step=1))[0], data["attempts"][data["files"].index("rl step 1")][0]
+    call, turn = attempt.rollout.calls[0], next(turn for turn in row["turns"] if turn["role"] == "assistant")
+    assert [data["texts"][number] for number in turn["tokens"]] == [chat_tokenizer.decode([t]) for t in call.tokens]
+    assert turn["percent"] == [round(100 * 2.718281828459045**logprob) for logprob in call.logprobs]
 
 
 def test_a_small_page_holds_whole_groups_of_every_file_and_says_what_is_left_out(

@@ -120,6 +120,10 @@ function turnView(turn) {
     head.append(make("span", "dim", `${tokens} tokens, ${cached} of the prompt cached, weights ${low === high ? low : `${low} to ${high}`}`));
   }
   view.append(head);
+  if (turn.tokens && byId("tokens").checked) {
+    view.append(tokenView(turn));
+    return view;
+  }
   const text = data.texts[turn.text];
   if (text) view.append(make("pre", "", text));
   for (const [name, args, problem] of turn.tools || []) {
@@ -128,6 +132,17 @@ function turnView(turn) {
     if (problem) use.append(make("span", "bad", `  malformed: ${problem}`));
     view.append(use);
   }
+  return view;
+}
+
+function tokenView(turn) {
+  const view = make("pre", "tokens");
+  turn.tokens.forEach((token, index) => {
+    const text = make("span", "", data.texts[token]);
+    text.style.setProperty("--p", turn.percent[index] / 100);
+    text.title = `${turn.percent[index]}%`;
+    view.append(text);
+  });
   return view;
 }
 
@@ -151,6 +166,8 @@ byId("list").onkeydown = (event) => {
   show(Math.min(Math.max(chosen + by, 0), byId("list").children.length - 1));
   byId("list").children[chosen].scrollIntoView({ block: "nearest" });
 };
+byId("tokens").onchange = () => show(chosen);
+byId("probabilities").hidden = !attempts.some((row) => row.turns.some((turn) => turn.tokens));
 byId("file").append(new Option("every step", ""), ...data.files.map((name, index) => new Option(name, index)));
 for (const id of ["file", "outcome", "low", "high", "search"]) byId(id).oninput = filter;
 filter();

@@ -327,6 +327,7 @@ def _costs(report: CostReport) -> str:
     legend = "".join(
         f'<span class="key c{colours[name]}{" thin" if number > 5 else ""}">{escape(name)} {activities[name] / report.seconds:.1%}</span>'
         for number, name in enumerate(order)
+        if activities[name] >= 0.0005 * report.seconds
     )
     longest = max(sum(account.seconds for account in accounts) for accounts in phases.values())
     rows = []

@@ -6,13 +6,14 @@ A long run has more than a page can hold, so every file has its share of the roo
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from typing import Any
 
 from strop.rollouts import Group
 from strop.runs.reading import Attempt, RolloutFile, RunRecord
 from strop.runs.show import labels_of
-from strop.runs.turns import Turn, turns
+from strop.runs.turns import TokenText, Turn, token_texts, turns
 
 #: Most files of attempts on one page.
 MOST_FILES = 100
@@ -42,13 +43,14 @@ def packed_attempts(run: RunRecord, room: int) -> str:
         room: about how many characters it may take; every file that is taken gives one group at least.
     """
     texts = _Texts()
+    token_text = token_texts(run.path / "checkpoints")
     files = _spread(run.rollout_files)
     packed: list[list[dict[str, Any]]] = []
     used = 0
     for number, file in enumerate(files, start=1):
         rows: list[dict[str, Any]] = []
         for members in _groups(run.attempts(file)):
-            group = [_pack(attempt, index, texts) for index, attempt in members]
+            group = [_pack(attempt, index, texts, token_text) for index, attempt in members]
             used += len(json.dumps(group))
             rows += group
             if used + texts.characters > room * number / len(files):
@@ -87,7 +89,7 @@ def _groups(attempts: list[Attempt]) -> Iterator[list[tuple[int, Attempt]]]:
         yield members
 
 
-def _pack(attempt: Attempt, index: int, texts: _Texts) -> dict[str, Any]:
+def _pack(attempt: Attempt, index: int, texts: _Texts, token_text: TokenText | None) -> dict[str, Any]:
     rollout = attempt.rollout
     return {
         "n": index,
@@ -103,11 +105,11 @@ def _pack(attempt: Attempt, index: int, texts: _Texts) -> dict[str, Any]:
         "seconds": round(rollout.ended - rollout.started, 2),
         "tries": rollout.tries,
         "metrics": {name: round(value, 4) for name, value in attempt.metrics.items()},
-        "turns": [_pack_turn(turn, texts) for turn in turns(attempt)],
+        "turns": [_pack_turn(turn, texts, token_text) for turn in turns(attempt)],
     }
 
 
-def _pack_turn(turn: Turn, texts: _Texts) -> dict[str, Any]:
+def _pack_turn(turn: Turn, texts: _Texts, token_text: TokenText | None) -> dict[str, Any]:
     packed: dict[str, Any] = {"role": turn.role, "text": texts.number(turn.text)}
     if turn.name:
         packed["name"] = turn.name
@@ -118,4 +120,7 @@ def _pack_turn(turn: Turn, texts: _Texts) -> dict[str, Any]:
     if turn.call is not None:
         versions = turn.call.versions
         packed["call"] = [len(turn.call.tokens), turn.call.cached, min(versions, default=0), max(versions, default=0)]
+        if token_text is not None:
+            packed["tokens"] = [texts.number(token_text(token)) for token in turn.call.tokens]
+            packed["percent"] = [round(100 * math.exp(min(0.0, logprob))) for logprob in turn.call.logprobs]
     return packed

@@ -11,6 +11,9 @@ from typing import Any
 from strop.rollouts import ModelCall
 from strop.runs.reading import Attempt
 
+#: Text of a token by its id.
+TokenText = Callable[[int], str]
+
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
@@ -73,7 +76,7 @@ def _turn(message: dict[str, Any], call: ModelCall | None) -> Turn:
 
 
 @cache
-def token_texts(checkpoints: Path) -> Callable[[int], str] | None:
+def token_texts(checkpoints: Path) -> TokenText | None:
     """Text of a token by the tokenizer of the run's newest checkpoint; None if there is no checkpoint."""
     files = sorted(checkpoints.glob("*/tokenizer.json"), key=lambda file: file.stat().st_mtime)
     if not files:
@@ -81,4 +84,4 @@ def token_texts(checkpoints: Path) -> Callable[[int], str] | None:
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(files[-1]))
-    return lambda token: str(tokenizer.decode([token], skip_special_tokens=False))
+    return cache(lambda token: str(tokenizer.decode([token], skip_special_tokens=False)))
