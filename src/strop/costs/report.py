@@ -190,7 +190,9 @@ def _gains(run: RunRecord, price: MachinePrice, target: float | None) -> tuple[G
     milestones = run.milestones
     pairs = []
     for name, after in milestones[1:]:  # what a stage gained, it gained on tasks that were scored before it too
-        earlier = [e for e in run.evaluations if e.index < after.index and (e.stage, e.step) != (after.stage, after.step)]
+        earlier = [
+            e for e in run.evaluations if e.index < after.index and (e.stage, e.step) != (after.stage, after.step)
+        ]
         outside = [e for e in earlier if e.stage != after.stage or e.step == 0]
         if before := next((e for e in reversed(outside) if _comparable(e, after)), None):
             pairs.append((name, before, after))

@@ -152,9 +152,11 @@ async def _stages(run: Run, shop: Workshop, reached: tuple[str, int] | None) -> 
     first = names.index(reached[0]) if reached else 0
     if not reached:
         await shop.evaluate(recipe.stages[0], "start", "", 0)
-    for stage in recipe.stages[first:]:
+    for before, stage in list(zip([recipe.stages[0], *recipe.stages], recipe.stages, strict=False))[first:]:
         done = reached[1] if reached and reached[0] == stage.name else 0
         run.ledger.phase = stage.name
+        if done == 0 and _scored_on(recipe, before) != _scored_on(recipe, stage):
+            await shop.evaluate(stage, f"{stage.name} start", stage.name, 0)  # what it gains is seen from here
         if done < stage.steps:
             run.log("stage", stage=stage.name, what="began", step=done)
             began = time.monotonic()
@@ -163,6 +165,12 @@ async def _stages(run: Run, shop: Workshop, reached: tuple[str, int] | None) -> 
             await _trainer(stage)(stage, shop, done)
             run.log("stage", stage=stage.name, what="ended", step=stage.steps, seconds=time.monotonic() - began)
         await shop.evaluate(stage, stage.name, stage.name, stage.steps)
+
+
+def _scored_on(recipe: Recipe, stage: StageSettings) -> tuple[object, ...]:
+    """What decides which tasks a stage is scored on, and how."""
+    asked = recipe.evaluation_of(stage)
+    return recipe.environment_of(stage), asked.tasks, asked.split, asked.attempts, asked.temperature
 
 
 def _trainer(stage: StageSettings) -> Callable[[Any, Workshop, int], Awaitable[None]]:
