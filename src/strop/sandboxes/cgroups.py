@@ -122,6 +122,13 @@ def _remove(folder: Path) -> None:
             time.sleep(0.005)
 
 
+def remove_owner(roots: CgroupRoots, name: str) -> None:
+    """Remove an owner's groups from every hierarchy, if its zygote could not do so itself."""
+    for folder in roots.folders.values():
+        if (folder / name).is_dir():
+            _remove(folder / name)
+
+
 def remove_stale() -> list[str]:
     """The janitor: remove the groups of owners that are gone. Returns the names that were removed."""
     removed = set()

@@ -6,6 +6,9 @@ the caller asked for and can't have (`FileProblem`, `SandboxesUnavailable`) are 
 
 from __future__ import annotations
 
+import errno
+import os
+
 from strop.errors import AttemptError, StropError
 from strop.rollouts import FailureKind
 
@@ -44,3 +47,12 @@ class FileProblem(StropError):
     def __init__(self, path: str, reason: str) -> None:
         self.path, self.reason = path, reason
         super().__init__(f"{path!r} {reason}")
+
+
+_EXHAUSTED = {errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EUSERS, errno.EDQUOT}
+
+
+def failure(stage: str, error: int) -> SandboxFailure:
+    """The typed error for an errno value at a stage of making or using a sandbox."""
+    kind = ResourceExhausted if error in _EXHAUSTED else SandboxFailure
+    return kind(f"could not {stage}: {os.strerror(error)}")

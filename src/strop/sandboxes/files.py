@@ -78,7 +78,9 @@ async def _database(sandbox: LocalSandbox, path: str, fields: int) -> list[list[
     except FileProblem:
         return []
     lines = (line.split(":") for line in text.splitlines())
-    return [line for line in lines if len(line) == fields and line[2].isdecimal() and (fields == 4 or line[3].isdecimal())]
+    return [
+        line for line in lines if len(line) == fields and line[2].isdecimal() and (fields == 4 or line[3].isdecimal())
+    ]
 
 
 def _raise(path: str, code: int, limit: int | None = None) -> None:
@@ -211,7 +213,11 @@ def _append(stream: bytearray, archive: tarfile.TarFile, member: tarfile.TarInfo
         source = archive.extractfile(member)
         kind, data = "f", source.read() if source is not None else b""
     if name and name != b".":
-        stream += wire.ENTRY.pack(ord(kind), mode & 0o777, 0, 0, len(name), 0, int(member.mtime or 0), len(data)) + name + data
+        stream += (
+            wire.ENTRY.pack(ord(kind), mode & 0o777, 0, 0, len(name), 0, int(member.mtime or 0), len(data))
+            + name
+            + data
+        )
 
 
 async def list_folder(sandbox: LocalSandbox, path: str) -> list[FileInfo]:
@@ -221,7 +227,9 @@ async def list_folder(sandbox: LocalSandbox, path: str) -> list[FileInfo]:
     kinds: dict[str, Literal["file", "folder", "link", "special"]] = {"i": "file", "d": "folder", "l": "link"}
     try:
         found = [
-            FileInfo(entry.path, kinds.get(entry.type, "special"), entry.size, entry.mode, entry.uid, entry.gid, entry.mtime)
+            FileInfo(
+                entry.path, kinds.get(entry.type, "special"), entry.size, entry.mode, entry.uid, entry.gid, entry.mtime
+            )
             for entry in _entries(result.stdout)
         ]
     except ValueError as error:

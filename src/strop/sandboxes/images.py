@@ -40,7 +40,22 @@ _FILES = {
     "etc/nsswitch.conf": "passwd: files\ngroup: files\nshadow: files\nhosts: files dns\n",
     "etc/resolv.conf": "",
 }
-_FOLDERS = ("dev", "proc", "sys", "tmp", "var/tmp", "root", "home", "run", "var/lib", "var/cache", "var/log", "opt", "mnt", "usr")
+_FOLDERS = (
+    "dev",
+    "proc",
+    "sys",
+    "tmp",
+    "var/tmp",
+    "root",
+    "home",
+    "run",
+    "var/lib",
+    "var/cache",
+    "var/log",
+    "opt",
+    "mnt",
+    "usr",
+)
 
 
 def cache_folder() -> Path:
@@ -104,7 +119,9 @@ class Image:
             if not Path(path).exists():
                 raise ConfigError("image.allow", f"{path!r} does not exist", "A folder of this machine")
         links = _root_links(allow)
-        described = "\n".join([*sorted(allow), *sorted(etc), *map(repr, links.items()), repr(_etc_state(etc)), repr(_FILES)])
+        described = "\n".join(
+            [*sorted(allow), *sorted(etc), *map(repr, links.items()), repr(_etc_state(etc)), repr(_FILES)]
+        )
         key = "host-" + hashlib.sha256(described.encode()).hexdigest()[:32]
         skeleton = cached(key, lambda folder: _build_skeleton(folder, allow, etc, links))
         return Image(layers=(skeleton,), binds=tuple((Path(path), path) for path in allow))
@@ -118,7 +135,9 @@ class Image:
         """
         folder = Path(path).absolute()
         if not folder.is_dir():
-            raise ConfigError("image", f"{str(path)!r} is not a folder", "A root file system, or Image.from_tar for an archive")
+            raise ConfigError(
+                "image", f"{str(path)!r} is not a folder", "A root file system, or Image.from_tar for an archive"
+            )
         if all((folder / name).is_dir() for name in ("dev", "proc")):
             return Image(layers=(folder,))
         return Image(layers=(folder, mount_points()))
@@ -140,7 +159,9 @@ class Image:
                 with tarfile.open(path) as archive:
                     unpack_root(archive, folder)
             except tarfile.TarError as error:
-                raise ConfigError("image", f"{str(path)!r} can't be unpacked: {error}", "A tar archive of a root file system") from None
+                raise ConfigError(
+                    "image", f"{str(path)!r} can't be unpacked: {error}", "A tar archive of a root file system"
+                ) from None
 
         return Image.from_folder(cached("tar-" + digest.hexdigest()[:32], unpack))
 

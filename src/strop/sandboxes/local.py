@@ -7,14 +7,15 @@ import itertools
 import os
 import signal as signals
 import socket
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from strop.sandboxes import files, wire
-from strop.sandboxes.errors import SandboxDead, SandboxFailure, SandboxStall
+from strop.sandboxes.errors import SandboxDead, SandboxFailure, SandboxStall, failure
 from strop.sandboxes.multiplexer import Multiplexer
 from strop.sandboxes.running import Running
 from strop.sandboxes.sandbox import MIB, Chunk, Command, ExecResult, FileInfo, Limits
+from strop.sandboxes.sessions import PythonCells, Shell
 
 if TYPE_CHECKING:
     from strop.sandboxes.pool import LocalPool, LocalSnapshot
@@ -56,12 +57,27 @@ class LocalProcess:
     async def wait(self) -> ExecResult:
         return await asyncio.shield(self._running.result)
 
+    def drain(self) -> None:
+        """Take what it has written until now, without waiting."""
+        self._running.drain()
+
+    def on_end(self, callback: Callable[[], None]) -> None:
+        """Call when it has ended, or its sandbox has."""
+        self._running.result.add_done_callback(lambda _: callback())
+
 
 class LocalSandbox:
     """A sandbox of this machine's kernel; see the protocol `Sandbox`."""
 
     def __init__(
-        self, pool: LocalPool, number: int, agent: socket.socket, limits: Limits, env: Mapping[str, str], labels: Mapping[str, str], layers: tuple[int, ...]
+        self,
+        pool: LocalPool,
+        number: int,
+        agent: socket.socket,
+        limits: Limits,
+        env: Mapping[str, str],
+        labels: Mapping[str, str],
+        layers: tuple[int, ...],
     ) -> None:
         self.id = f"{os.getpid()}-{pool.number}-{number}-{next(_serial)}"
         self.labels = dict(labels)
@@ -124,8 +140,7 @@ class LocalSandbox:
                 yield chunk
             yield await self._finish(id, running)
         finally:
-            if not running.result.done():
-                await self._kill(id, wire.Kill.TREE, signals.SIGKILL)
+            await self._abandon(id)
 
     async def start(
         self,
@@ -136,9 +151,10 @@ class LocalSandbox:
         user: str | int | None = None,
         timeout: float | None = None,
         descriptors: Sequence[int] = (),
+        sink: Callable[[str, bytes], None] | None = None,
     ) -> LocalProcess:
-        """See the protocol; `descriptors` of this process become 3, 4 … of the command's."""
-        running = Running(self._multiplexer, self.limits.output, forward=True)
+        """See the protocol; `descriptors` of this process become 3, 4 … of the command's, `sink` takes its output."""
+        running = Running(self._multiplexer, self.limits.output, forward=sink is None, sink=sink)
         id = await self._start(running, command, None, env, cwd, user, timeout, 0, open_stdin=True, extra=descriptors)
         return LocalProcess(self, id, running)
 
@@ -146,12 +162,12 @@ class LocalSandbox:
         try:
             return await running.result
         except asyncio.CancelledError:
-            await self._abandon(id, running)
+            await self._abandon(id)
             raise
 
-    async def _abandon(self, id: int, running: Running) -> None:
+    async def _abandon(self, id: int) -> None:
         """The caller was cancelled: its command must not go on unseen."""
-        if not running.result.done() and not self._dead.done():
+        if id in self._running:
             await self._kill(id, wire.Kill.TREE, signals.SIGKILL)
 
     async def _start(
@@ -179,7 +195,7 @@ class LocalSandbox:
         id = next(self._requests)
         has_input = stdin is not None or open_stdin
         given: list[int] = []
-        self._check_alive()
+        self.check_alive()
         try:
             if has_input:
                 given.append(running.open_input(stdin))
@@ -196,7 +212,9 @@ class LocalSandbox:
             await self._send(message, payload, (*given, *extra))
         except BaseException as error:
             self._running.pop(id, None)
-            running.fail(error if isinstance(error, Exception) else SandboxDead("cancelled"))
+            running.fail(SandboxDead("the command was not started"))
+            if isinstance(error, OSError):
+                raise failure("open a pipe", error.errno or 0) from None
             raise
         finally:
             for fd in given:
@@ -210,6 +228,14 @@ class LocalSandbox:
                 self._default_env = _pack({"HOME": "/root", **self._env})
             return self._default_env
         return _pack({"HOME": identity.home, **self._env, **(env or {})})
+
+    async def shell(self) -> Shell:
+        """See the protocol."""
+        return await Shell.open(self)
+
+    async def python(self, preload: Sequence[str] = ()) -> PythonCells:
+        """See the protocol."""
+        return await PythonCells.open(self, preload)
 
     # ---- files ----
 
@@ -229,14 +255,22 @@ class LocalSandbox:
         return await files.list_folder(self, path)
 
     async def file_operation(
-        self, operation: wire.Files, path: str, *, stdin: bytes | None = None, mode: int = 0, limit: int = 0, keep: int = MIB, identity: files.Identity | None = None
+        self,
+        operation: wire.Files,
+        path: str,
+        *,
+        stdin: bytes | None = None,
+        mode: int = 0,
+        limit: int = 0,
+        keep: int = MIB,
+        identity: files.Identity | None = None,
     ) -> ExecResult:
         """Ask the agent for a file operation; its errno value is the result's exit code."""
         identity = identity or files.ROOT
         payload = b"/\0" + _encode(path) + b"\0"
         if payload.count(b"\0") != 2:
             raise ValueError(f"{path!r} holds a NUL byte")
-        self._check_alive()
+        self.check_alive()
         running, id, given = Running(self._multiplexer, keep), next(self._requests), []
         try:
             if stdin is not None:
@@ -252,7 +286,9 @@ class LocalSandbox:
             await self._send(message, payload, given)
         except BaseException as error:
             self._running.pop(id, None)
-            running.fail(error if isinstance(error, Exception) else SandboxDead("cancelled"))
+            running.fail(SandboxDead("the command was not started"))
+            if isinstance(error, OSError):
+                raise failure("open a pipe", error.errno or 0) from None
             raise
         finally:
             for fd in given:
@@ -290,7 +326,7 @@ class LocalSandbox:
                     raise SandboxStall(f"sandbox {self.id} has not read for {KILL_GRACE:g} s") from None
                 await asyncio.sleep(0.002)
             except OSError:
-                self._check_alive()
+                self.check_alive()
                 raise SandboxDead(f"sandbox {self.id} is gone") from None
 
     async def _kill(self, id: int, scope: wire.Kill, number: int) -> None:
@@ -299,7 +335,9 @@ class LocalSandbox:
 
     def _expire(self, id: int, running: Running) -> None:
         running.timed_out = True
-        running.timer = self._loop.call_later(KILL_GRACE, self._break, f"its agent did not kill a command within {KILL_GRACE:g} s")
+        running.timer = self._loop.call_later(
+            KILL_GRACE, self._break, f"its agent did not kill a command within {KILL_GRACE:g} s"
+        )
         task = self._loop.create_task(self._kill(id, wire.Kill.TREE, signals.SIGKILL))
         _background.add(task)
         task.add_done_callback(_background.discard)
@@ -326,12 +364,12 @@ class LocalSandbox:
             self._break(f"its agent sent something else than a reply: {error}")
 
     def _answer_ready(self, reply: wire.AgentReply) -> None:
-        from strop.sandboxes.zygote import failure
-
         if reply.error:
             self._ready.set_exception(failure(reply.stage, reply.error))
         elif reply.id != wire.VERSION:
-            self._ready.set_exception(SandboxFailure(f"the helper speaks version {reply.id}, not {wire.VERSION}: reinstall strop"))
+            self._ready.set_exception(
+                SandboxFailure(f"the helper speaks version {reply.id}, not {wire.VERSION}: reinstall strop")
+            )
         else:
             self._ready.set_result(None)
 
@@ -361,7 +399,8 @@ class LocalSandbox:
         """Wait for the agent's first word."""
         await asyncio.wait_for(asyncio.shield(self._ready), BIRTH_SECONDS)
 
-    def _check_alive(self) -> None:
+    def check_alive(self) -> None:
+        """Raise SandboxDead, with the reason, if it is."""
         if self._dead.done():
             raise SandboxDead(f"sandbox {self.id} is dead: {self._dead.result()}")
         if self._hung_up:
@@ -402,12 +441,12 @@ class LocalSandbox:
         self._running.clear()
 
     async def snapshot(self) -> LocalSnapshot:
-        self._check_alive()
+        self.check_alive()
         return await self._pool.take_snapshot(self._number, self._layers, self.limits)
 
     async def finish(self) -> LocalSnapshot:
         """End it and keep its files as a snapshot: nothing is copied."""
-        self._check_alive()
+        self.check_alive()
         return await self._pool.keep(self, self._number, self._layers)
 
     async def fork(self, count: int) -> list[LocalSandbox]:
@@ -415,18 +454,21 @@ class LocalSandbox:
         try:
             return list(
                 await asyncio.gather(
-                    *(self._pool.create(snapshot=snapshot, limits=self.limits, env=self._env, labels=self.labels) for _ in range(count))
+                    *(
+                        self._pool.create(snapshot=snapshot, limits=self.limits, env=self._env, labels=self.labels)
+                        for _ in range(count)
+                    )
                 )
             )
         finally:
             await snapshot.delete()
 
     async def pause(self) -> None:
-        self._check_alive()
+        self.check_alive()
         await self._pool.freeze(self._number, True)
 
     async def resume(self) -> None:
-        self._check_alive()
+        self.check_alive()
         await self._pool.freeze(self._number, False)
 
     async def destroy(self) -> None:
@@ -452,5 +494,3 @@ def _pack(env: Mapping[str, str]) -> tuple[bytes, int]:
         if not name or "=" in name:
             raise ValueError(f"{name!r} can't be the name of a variable")
     return b"".join(_encode(name) + b"=" + _encode(value) + b"\0" for name, value in env.items()), len(env)
-
-

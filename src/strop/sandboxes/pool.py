@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import errno
 import itertools
-import os
 import socket
 from collections.abc import Mapping
 from types import TracebackType
@@ -15,11 +14,18 @@ from typing import Literal
 from strop.errors import ConfigError
 from strop.sandboxes import wire
 from strop.sandboxes.cgroups import find_roots, remove_stale
-from strop.sandboxes.errors import ResourceExhausted, SandboxDead, SandboxesUnavailable, SandboxFailure, SandboxStall
+from strop.sandboxes.errors import (
+    ResourceExhausted,
+    SandboxDead,
+    SandboxesUnavailable,
+    SandboxFailure,
+    SandboxStall,
+    failure,
+)
 from strop.sandboxes.images import Image
 from strop.sandboxes.local import DEATH_SECONDS, LocalSandbox
 from strop.sandboxes.sandbox import Limits, Snapshot
-from strop.sandboxes.zygote import COPY_SECONDS, Zygote, failure
+from strop.sandboxes.zygote import COPY_SECONDS, Zygote
 
 _numbers = itertools.count()
 #: A chain of snapshots longer than this is merged into one layer: mounting and opening get slower with each.
@@ -92,7 +98,9 @@ class LocalPool:
         await self.start()
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         await self.close()
 
     # ---- the zygote ----
@@ -161,7 +169,9 @@ class LocalPool:
         sandbox.set_ttl(ttl if ttl is not None else self._ttl)
         return sandbox
 
-    async def _make(self, snapshot: Snapshot | None, limits: Limits, env: Mapping[str, str], labels: Mapping[str, str]) -> LocalSandbox:
+    async def _make(
+        self, snapshot: Snapshot | None, limits: Limits, env: Mapping[str, str], labels: Mapping[str, str]
+    ) -> LocalSandbox:
         zygote = self._zygote if self._zygote is not None and self._zygote.alive else await self._ensure_zygote()
         layers = self._layers_of(snapshot)
         await self._take_place()
@@ -179,7 +189,9 @@ class LocalPool:
         try:
             await asyncio.wait_for(self._places.acquire(), self._max_wait)
         except TimeoutError:
-            raise ResourceExhausted(f"{self._max_live} sandboxes live and none ended within {self._max_wait:g} s") from None
+            raise ResourceExhausted(
+                f"{self._max_live} sandboxes live and none ended within {self._max_wait:g} s"
+            ) from None
 
     def _layers_of(self, snapshot: Snapshot | None) -> tuple[int, ...]:
         if snapshot is None:
@@ -190,7 +202,9 @@ class LocalPool:
             raise SandboxFailure("the snapshot is gone: it was deleted, or its zygote ended")
         return snapshot.layers
 
-    async def _give_birth(self, zygote: Zygote, layers: tuple[int, ...], limits: Limits, env: Mapping[str, str], labels: Mapping[str, str]) -> LocalSandbox:
+    async def _give_birth(
+        self, zygote: Zygote, layers: tuple[int, ...], limits: Limits, env: Mapping[str, str], labels: Mapping[str, str]
+    ) -> LocalSandbox:
         try:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         except OSError as error:
@@ -198,7 +212,9 @@ class LocalPool:
         ours.setblocking(False)
         number = self._free_numbers.pop() if self._free_numbers else self._next_number
         self._next_number = max(self._next_number, number + 1)
-        sandbox = self._live[number] = LocalSandbox(self, number, ours, limits, {**self.image.env, **env}, labels, layers)
+        sandbox = self._live[number] = LocalSandbox(
+            self, number, ours, limits, {**self.image.env, **env}, labels, layers
+        )
         self.hold(layers)
         message = wire.control(
             wire.Control.CREATE, number, fresh_network=self._network == "fresh", processes=limits.processes, memory=limits.memory,
@@ -271,7 +287,9 @@ class LocalPool:
         try:
             return await asyncio.wait_for(asyncio.shield(gone), DEATH_SECONDS)
         except TimeoutError:
-            raise SandboxStall(f"sandbox {number} of pool {self.number} did not end within {DEATH_SECONDS:g} s") from None
+            raise SandboxStall(
+                f"sandbox {number} of pool {self.number} did not end within {DEATH_SECONDS:g} s"
+            ) from None
 
     def _on_dead(self, event: wire.ZygoteEvent, reason: str | None = None) -> None:
         sandbox = self._live.get(event.id)
@@ -280,7 +298,11 @@ class LocalPool:
         if gone is not None and not gone.done():
             gone.set_result(event)
         if sandbox is not None:
-            killed = f"the kernel killed {event.oom_kills} of its processes for memory" if event.oom_kills else "its first process ended"
+            killed = (
+                f"the kernel killed {event.oom_kills} of its processes for memory"
+                if event.oom_kills
+                else "its first process ended"
+            )
             sandbox.bury(reason or killed)
 
     def _forget(self, number: int) -> None:
@@ -324,7 +346,13 @@ class LocalPool:
         zygote = self._alive()
         layer = zygote.token()
         await zygote.ask(
-            wire.Control.SNAPSHOT, COPY_SECONDS, token=layer, id=number, argument=0, disk=limits.disk + (1 << 20), inodes=limits.inodes + 64
+            wire.Control.SNAPSHOT,
+            COPY_SECONDS,
+            token=layer,
+            id=number,
+            argument=0,
+            disk=limits.disk + (1 << 20),
+            inodes=limits.inodes + 64,
         )
         return await self._flattened(LocalSnapshot(self, (*below, layer), limits.disk))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import deque
+from collections.abc import Callable
 from typing import Literal
 
 from strop.sandboxes.multiplexer import WRITE, Multiplexer
@@ -56,9 +57,22 @@ class Capture:
 
 
 class Running:
-    """A command from its start to its result. `result` is a future of the ExecResult."""
+    """A command from its start to its result. `result` is a future of the ExecResult.
 
-    def __init__(self, multiplexer: Multiplexer, most: int, forward: bool = False) -> None:
+    Args:
+        multiplexer: of the running loop.
+        most: bytes kept of each stream.
+        forward: output goes to a reader by `next_chunk`, and is not kept.
+        sink: output goes to this function, and is not kept.
+    """
+
+    def __init__(
+        self,
+        multiplexer: Multiplexer,
+        most: int,
+        forward: bool = False,
+        sink: Callable[[str, bytes], None] | None = None,
+    ) -> None:
         self._multiplexer = multiplexer
         self._loop = asyncio.get_running_loop()
         self.result: asyncio.Future[ExecResult] = self._loop.create_future()
@@ -71,10 +85,11 @@ class Running:
         self._ended: ExecResult | None = None
         self._last_byte = 0.0
         self._stdin = -1
-        self._pending = b""
+        self._pending = memoryview(b"")
         self._close_after = False
         self._drained: asyncio.Event | None = None
         self._paused = False
+        self._sink = sink
         #: Chunks for a reader that wants them as they come; None where the result alone is wanted.
         self.chunks: deque[Chunk] | None = deque() if forward else None
         self.news = asyncio.Event() if forward else None
@@ -99,13 +114,22 @@ class Running:
             if not self._open and self._ended is not None:
                 self._finish()
             return
-        self._captures[self._open[fd]].feed(data) if self.chunks is None else self._forward(self._open[fd], data)
+        self._take(self._open[fd], data)
         if self._ended is not None:
             self._last_byte = self._loop.time()
 
+    def _take(self, name: Literal["stdout", "stderr"], data: bytes) -> None:
+        if self._sink is None and self.chunks is None:
+            self._captures[name].feed(data)
+            return
+        self._captures[name].total += len(data)
+        if self._sink is not None:
+            self._sink(name, data)
+        else:
+            self._forward(name, data)
+
     def _forward(self, name: Literal["stdout", "stderr"], data: bytes) -> None:
         assert self.chunks is not None and self.news is not None
-        self._captures[name].total += len(data)
         self.chunks.append(Chunk(name, data))
         self.news.set()
         if len(self.chunks) >= _BACKLOG and not self._paused:
@@ -142,20 +166,19 @@ class Running:
         self._multiplexer.watch(self._stdin, self._writable, 0)
         if data is not None:
             self._close_after = True
-            self._pending = data
+            self._pending = memoryview(data)
             self._writable()
         return reading
 
     def _writable(self) -> None:
         try:
             while self._pending:
-                written = os.write(self._stdin, self._pending[: 1 << 20])
-                self._pending = self._pending[written:]
+                self._pending = self._pending[os.write(self._stdin, self._pending[: 1 << 20]) :]
         except BlockingIOError:
             self._multiplexer.resume(self._stdin, WRITE)
             return
         except OSError:  # it does not read any more
-            self._pending = b""
+            self._pending = memoryview(b"")
             self._close_after = True
         if self._close_after:
             self._close_input()
@@ -179,7 +202,7 @@ class Running:
             await self._drained.wait()
         if self._stdin < 0:
             return
-        self._pending = data
+        self._pending = memoryview(data)
         self._drained = asyncio.Event()
         self._writable()
         await self._drained.wait() if self._pending else None
@@ -204,13 +227,17 @@ class Running:
             self._paused = False
             for fd in self._open:
                 self._multiplexer.resume(fd)
-        for fd in list(self._open):
-            self._drain(fd)
+        self.drain()
         if not self._open:
             self._finish()
         elif not self.result.done():
             self._last_byte = self._loop.time()
             self.timer = self._loop.call_later(DRAIN_IDLE, self._check_drain, self._last_byte)
+
+    def drain(self) -> None:
+        """Take what is in the pipes now."""
+        for fd in list(self._open):
+            self._drain(fd)
 
     def _drain(self, fd: int) -> None:
         """Read what is there now, without going back to the loop for each piece."""
@@ -223,7 +250,7 @@ class Running:
             if not data:
                 self._close_output(fd)
                 return
-            self._captures[name].feed(data) if self.chunks is None else self._forward(name, data)
+            self._take(name, data)
 
     def _check_drain(self, since: float) -> None:
         now = self._loop.time()
@@ -238,7 +265,9 @@ class Running:
             return
         ended, out, err = self._ended, self._captures["stdout"], self._captures["stderr"]
         stdout, stderr = out.content(), err.content()
-        kept = self.chunks is not None or (len(stdout) == out.total and len(stderr) == err.total)
+        kept = (
+            self.chunks is not None or self._sink is not None or (len(stdout) == out.total and len(stderr) == err.total)
+        )
         self.result.set_result(
             ExecResult(
                 stdout=stdout, stderr=stderr, exit_code=ended.exit_code, signal=ended.signal, timed_out=ended.timed_out,
@@ -264,6 +293,5 @@ class Running:
             self.timer.cancel()
         for fd in list(self._open):
             self._close_output(fd)
-        self._pending = b""
+        self._pending = memoryview(b"")
         self._close_input()
-

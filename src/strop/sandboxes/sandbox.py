@@ -43,7 +43,14 @@ class Limits:
     timeout: float = 60.0
 
     def __post_init__(self) -> None:
-        for name, least in (("memory", 8 * MIB), ("processes", 4), ("disk", 64 << 10), ("inodes", 32), ("open_files", 16), ("output", 2)):
+        for name, least in (
+            ("memory", 8 * MIB),
+            ("processes", 4),
+            ("disk", 64 << 10),
+            ("inodes", 32),
+            ("open_files", 16),
+            ("output", 2),
+        ):
             if getattr(self, name) < least:
                 raise ConfigError(f"limits.{name}", f"{getattr(self, name)} is too little", f"At least {least}")
         if not 0 <= self.cpus <= 4096 or (self.cpus and self.cpus < 0.01):
@@ -113,6 +120,33 @@ class Chunk:
     data: bytes
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellResult:
+    """How a Python cell ended.
+
+    Attributes:
+        stdout, stderr: bytes that were kept.
+        value: repr of the last expression's value; None if there is none or it is None.
+        error: the traceback, None if the code ended well.
+        timed_out: its time was over.
+        lost: the interpreter ended with it; the next cell starts in a new one.
+        wall: seconds.
+    """
+
+    stdout: bytes = b""
+    stderr: bytes = b""
+    value: str | None = None
+    error: str | None = None
+    timed_out: bool = False
+    lost: bool = False
+    wall: float = 0.0
+
+    @property
+    def text(self) -> str:
+        """Standard output as text."""
+        return self.stdout.decode("utf-8", "replace")
+
+
 @dataclass(frozen=True, slots=True)
 class FileInfo:
     """One entry of a folder: kind is "file", "folder", "link" or "special"; mode holds the permission bits."""
@@ -151,6 +185,40 @@ class Process(Protocol):
 
     async def wait(self) -> ExecResult:
         """Wait for its end. Output that was iterated over is not in the result."""
+        ...
+
+
+class ShellSession(Protocol):
+    """A shell that keeps its directory, variables and functions from line to line. One line at a time."""
+
+    cwd: str
+
+    async def run(self, line: str, *, timeout: float | None = None) -> ExecResult:
+        """Run a line, or several. When time is over what it started is killed; the shell itself only if it does not
+        come back then. A shell that has ended is replaced by a new one at the next call."""
+        ...
+
+    async def close(self) -> None:
+        """End it and what it started."""
+        ...
+
+
+class PythonSession(Protocol):
+    """A Python interpreter that is already running. One cell at a time."""
+
+    async def run(self, code: str, *, timeout: float | None = None, fork: bool = False) -> CellResult:
+        """Run code.
+
+        Args:
+            code: statements; the last may be an expression whose repr comes back.
+            timeout: seconds; the limits' if None.
+            fork: run in a copy of the interpreter that is thrown away: nothing of it stays, and running out of time
+                does not lose the interpreter.
+        """
+        ...
+
+    async def close(self) -> None:
+        """End it."""
         ...
 
 
@@ -220,6 +288,14 @@ class Sandbox(Protocol):
         timeout: float | None = None,
     ) -> Process:
         """Start a command and leave it running; without a timeout it lives as long as the sandbox."""
+        ...
+
+    async def shell(self) -> ShellSession:
+        """A persistent shell (bash, which the image must have)."""
+        ...
+
+    async def python(self, preload: Sequence[str] = ()) -> PythonSession:
+        """A Python interpreter (python3 of the image) that has imported the modules of `preload`."""
         ...
 
     async def get(self, path: str, *, max_bytes: int = 16 * MIB) -> bytes:

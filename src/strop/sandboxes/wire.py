@@ -134,7 +134,19 @@ def control(
     """A message to the zygote; see struct control."""
     padded = (*layers, *_NO_LAYERS[len(layers) :])
     return _CONTROL.pack(
-        kind, id, fresh_network, processes, memory, disk, inodes, cpu_percent, open_files, argument, layer, len(layers), *padded
+        kind,
+        id,
+        fresh_network,
+        processes,
+        memory,
+        disk,
+        inodes,
+        cpu_percent,
+        open_files,
+        argument,
+        layer,
+        len(layers),
+        *padded,
     )
 
 

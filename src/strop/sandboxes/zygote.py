@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from strop.sandboxes import wire
-from strop.sandboxes.cgroups import CgroupRoots, owner_name
-from strop.sandboxes.errors import ResourceExhausted, SandboxesUnavailable, SandboxFailure, SandboxStall
+from strop.sandboxes.cgroups import CgroupRoots, owner_name, remove_owner
+from strop.sandboxes.errors import ResourceExhausted, SandboxesUnavailable, SandboxFailure, SandboxStall, failure
 from strop.sandboxes.images import Image
 from strop.sandboxes.multiplexer import Multiplexer
 
@@ -24,13 +24,6 @@ ANSWER_SECONDS = 20.0
 COPY_SECONDS = 300.0
 
 _numbers = itertools.count()
-_EXHAUSTED = {errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EUSERS, errno.EDQUOT}
-
-
-def failure(stage: str, error: int) -> SandboxFailure:
-    """The typed error for an errno value at a stage of making a sandbox."""
-    kind = ResourceExhausted if error in _EXHAUSTED else SandboxFailure
-    return kind(f"could not {stage}: {os.strerror(error)}")
 
 
 class Zygote:
@@ -40,10 +33,16 @@ class Zygote:
         alive: False once it has ended.
     """
 
-    def __init__(self, image: Image, cgroups: CgroupRoots, on_dead: Callable[[wire.ZygoteEvent], None], on_end: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        image: Image,
+        cgroups: CgroupRoots,
+        on_dead: Callable[[wire.ZygoteEvent], None],
+        on_end: Callable[[], None],
+    ) -> None:
         self.alive = False
         self.pid = 0
-        self._image, self._cgroups = image, cgroups
+        self._image, self._cgroups, self._owner = image, cgroups, owner_name(next(_numbers))
         self._on_dead, self._on_end = on_dead, on_end
         self._tokens = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[wire.ZygoteEvent]] = {}
@@ -62,9 +61,11 @@ class Zygote:
         ours.setblocking(False)
         os.set_inheritable(theirs.fileno(), True)
         null = os.open(os.devnull, os.O_RDWR)
-        actions = [(os.POSIX_SPAWN_DUP2, null, fd) for fd in (0, 1, 2)] + [(os.POSIX_SPAWN_DUP2, theirs.fileno(), 3)]
+        actions: list[tuple[int, ...]] = [(os.POSIX_SPAWN_DUP2, null, fd) for fd in (0, 1, 2)] + [
+            (os.POSIX_SPAWN_DUP2, theirs.fileno(), 3)
+        ]
         # The name is what /proc/1/cmdline shows inside a sandbox; no arguments and no environment leak into it.
-        self.pid = os.posix_spawn(HELPER, ["sandbox"], {}, file_actions=actions)
+        self.pid = os.posix_spawn(HELPER, ["sandbox"], {}, file_actions=actions)  # noqa: ASYNC221 -- half a millisecond
         self._pidfd = os.pidfd_open(self.pid)
         os.close(null)
         theirs.close()
@@ -78,11 +79,13 @@ class Zygote:
             raise SandboxStall(f"the zygote did not start within {ANSWER_SECONDS:g} s") from None
         if event.kind is not wire.Event.STARTED:
             await self.close()
-            raise SandboxesUnavailable(f"sandboxes can't be made here: could not {event.stage}: {os.strerror(event.error)}")
+            raise SandboxesUnavailable(
+                f"sandboxes can't be made here: could not {event.stage}: {os.strerror(event.error)}"
+            )
         self.alive = True
 
     def _send_specification(self) -> None:
-        lines, fds = [f"owner {owner_name(next(_numbers))}", f"base {BASE_ID}"], []
+        lines, fds = [f"owner {self._owner}", f"base {BASE_ID}"], []
         try:
             for name, folder in self._cgroups.folders.items():
                 lines.append(f"cgroup {name}")
@@ -100,7 +103,9 @@ class Zygote:
 
     # ---- asking ----
 
-    def create(self, id: int, message: bytes, agent_end: socket.socket, on_failure: Callable[[wire.ZygoteEvent], None]) -> None:
+    def create(
+        self, id: int, message: bytes, agent_end: socket.socket, on_failure: Callable[[wire.ZygoteEvent], None]
+    ) -> None:
         """Ask for a sandbox; readiness comes over the agent's own socket, failure to `on_failure`."""
         self._births[id] = on_failure
         self.send(message, agent_end)
@@ -125,7 +130,9 @@ class Zygote:
         except OSError as error:
             raise SandboxFailure(f"the zygote is gone: {error.strerror}") from None
 
-    async def ask(self, kind: wire.Control, seconds: float = ANSWER_SECONDS, *, token: int | None = None, **fields: object) -> None:
+    async def ask(
+        self, kind: wire.Control, seconds: float = ANSWER_SECONDS, *, token: int | None = None, **fields: object
+    ) -> None:
         """Send a request that is answered by DONE, and wait for that."""
         token = self.token() if token is None else token
         future = self._waiting[token] = asyncio.get_running_loop().create_future()
@@ -203,5 +210,9 @@ class Zygote:
         finally:
             self._multiplexer.forget(pidfd)
             os.close(pidfd)
-        os.waitpid(self.pid, 0)
+        await asyncio.to_thread(self._clear_up)
         self._multiplexer.release()
+
+    def _clear_up(self) -> None:
+        os.waitpid(self.pid, 0)
+        remove_owner(self._cgroups, self._owner)  # only a zygote that was killed leaves any

@@ -93,6 +93,7 @@ static int place_descriptors(const struct start *start) {
     for (int i = 0; i < start->fd_count; i++) /* received descriptors are numbered above 2 * MAX_FDS */
         if (dup2(start->fds[i], base + i) < 0)
             return errno;
+    close_from((unsigned)(base + start->fd_count)); /* before any path is looked up: none may lead to ours */
     return 0;
 }
 
@@ -164,7 +165,6 @@ static void start_file_operation(const struct start *start) {
     pid_t pid = fork();
     if (pid == 0) {
         int error = place_descriptors(start);
-        close_from(8);
         if (!error)
             error = become_user(start->request);
         _exit(error ? error : run_file_operation(start->request, start->arguments[0]));

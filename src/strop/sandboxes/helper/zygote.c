@@ -466,8 +466,9 @@ static int open_parent(void) {
 }
 
 static void reset_signals(void) {
-    for (int number = 1; number < NSIG; number++)
-        signal(number, SIG_DFL); /* what the host ignores must not be ignored by commands */
+    static const uint64_t by_default[4]; /* the kernel's struct: the C library hides signals 32 and 33 */
+    for (int number = 1; number < NSIG; number++) /* what the host ignores must not be ignored by commands */
+        syscall(SYS_rt_sigaction, number, by_default, NULL, sizeof(uint64_t));
     sigset_t blocked;
     sigemptyset(&blocked);
     sigaddset(&blocked, SIGCHLD);

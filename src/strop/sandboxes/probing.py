@@ -1,0 +1,160 @@
+"""What kind of sandbox this machine can run, what is missing, and which command mends it.
+
+The verdict comes from making a sandbox, not from guessing; the guesses only explain a failure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from strop.errors import StropError
+from strop.sandboxes.cgroups import CgroupRoots, find_roots
+from strop.sandboxes.errors import SandboxFailure
+from strop.sandboxes.images import Image
+from strop.sandboxes.zygote import HELPER
+
+
+@dataclass(frozen=True, slots=True)
+class Lack:
+    """Something that this machine lacks.
+
+    Attributes:
+        what: the thing.
+        why: what it is for.
+        mend: a command or step that mends it.
+        fatal: whether the strongest tier is impossible without it.
+    """
+
+    what: str
+    why: str
+    mend: str
+    fatal: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What `probe` found.
+
+    Attributes:
+        tier: "namespaces" (own user ids, all limits), "bubblewrap" (weaker, only if asked for by name) or "none".
+        lacks: what is missing, the fatal ones first.
+        cgroups: hierarchies in use, by name.
+        detail: one sentence about what was tried.
+    """
+
+    tier: str
+    lacks: tuple[Lack, ...]
+    cgroups: tuple[str, ...]
+    detail: str
+
+    def __str__(self) -> str:
+        lines = [f"sandboxes: {self.tier} ({self.detail})", f"  control groups: {', '.join(self.cgroups) or 'none'}"]
+        lines += [f"  missing: {lack.what}, for {lack.why}. To mend: {lack.mend}" for lack in self.lacks]
+        return "\n".join(lines)
+
+
+def _setting(name: str) -> str | None:
+    try:
+        return Path("/proc/sys", name).read_text().strip()
+    except OSError:
+        return None
+
+
+def _kernel_lacks() -> list[Lack]:
+    """Settings that are known to forbid namespaces."""
+    lacks = []
+    if _setting("user/max_user_namespaces") in (None, "0"):
+        lacks.append(
+            Lack("user namespaces", "users that are nobody outside", "sysctl -w user.max_user_namespaces=65536")
+        )
+    if _setting("kernel/apparmor_restrict_unprivileged_userns") == "1" and os.geteuid() != 0:
+        lacks.append(
+            Lack(
+                "AppArmor's leave for user namespaces",
+                "making them",
+                "sysctl -w kernel.apparmor_restrict_unprivileged_userns=0",
+            )
+        )
+    if "overlay" not in Path("/proc/filesystems").read_text():
+        lacks.append(Lack("overlayfs", "roots that are written to without copying", "modprobe overlay"))
+    return lacks
+
+
+def _lacks(roots: CgroupRoots) -> list[Lack]:
+    lacks = []
+    if not HELPER.exists():
+        lacks.append(
+            Lack(
+                "the compiled helper",
+                "everything",
+                "apt-get install gcc libc6-dev && pip install --force-reinstall strop",
+            )
+        )
+    if os.geteuid() != 0:
+        lacks.append(
+            Lack("root", "65,536 user ids inside, idmapped images and limits", "run as root, or in a container that is")
+        )
+    lacks += _kernel_lacks()
+    if roots.missing:
+        lacks.append(
+            Lack(
+                f"writable control groups for {', '.join(roots.missing)}",
+                "limits of memory, processes and CPU",
+                "mount -o remount,rw /sys/fs/cgroup, or start the container with --cgroupns=host -v /sys/fs/cgroup:/sys/fs/cgroup:rw",
+            )
+        )
+    if not ({"unified", "unified-limits"} & set(roots.folders)):
+        lacks.append(
+            Lack(
+                "a version 2 control group hierarchy",
+                "pause, resume and live snapshots",
+                "mount -t cgroup2 none /sys/fs/cgroup/unified",
+                fatal=False,
+            )
+        )
+    return lacks
+
+
+async def _try() -> str | None:
+    """Make a sandbox and run something; the reason if that fails."""
+    from strop.sandboxes.pool import LocalPool
+
+    try:
+        async with LocalPool(Image.host()) as pool:
+            sandbox = await pool.create()
+            result = await sandbox.exec("echo alive", timeout=10)
+            return None if result.text == "alive\n" else f"a command printed {result.text!r}"
+    except (StropError, SandboxFailure, OSError) as error:
+        return str(error)
+
+
+def _in_thread(work: Callable[[], None]) -> None:
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
+def probe() -> Report:
+    """Try to make a sandbox here and say what stands in the way. Takes about a tenth of a second."""
+    if sys.platform != "linux":
+        lack = Lack("Linux", "namespaces", "use a remote pool, see docs/sandboxes.md")
+        return Report("none", (lack,), (), f"this is {sys.platform}")
+    roots = find_roots()
+    lacks = _lacks(roots)
+    outcome: list[str | None] = ["not tried: " + "; ".join(lack.what for lack in lacks if lack.fatal) + " missing"]
+    if not any(lack.fatal for lack in lacks):
+        _in_thread(lambda: outcome.__setitem__(0, asyncio.run(_try())))
+    groups = tuple(sorted(roots.folders))
+    if outcome[0] is None:
+        return Report("namespaces", tuple(lacks), groups, "a sandbox was made and ran a command")
+    tier = "bubblewrap" if shutil.which("bwrap") else "none"
+    if tier == "none":
+        lacks.append(Lack("bubblewrap", "the weaker fallback", "apt-get install bubblewrap", fatal=False))
+    return Report(tier, tuple(lacks), groups, outcome[0])
