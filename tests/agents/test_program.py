@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("starlette", reason="the gateway is an extra")
-
 from strop.agents.attempts import AttemptRunner
 from strop.agents.program import Program
 from strop.costs import Ledger

@@ -9,13 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-pytest.importorskip("starlette", reason="the gateway is an extra")
-
 from strop.gateway import Access, Attempt, Engine, Gateway
 from strop.rollouts import Rollout
 from strop.sampling.rendering import renderer_for
-
-ADMIN = {"authorization": "Bearer admin-key"}
 
 
 @dataclass
