@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from runs.synthetic import PRICE, Writer, make_run
+from synthetic import PRICE, Writer, make_run
 
 from strop.costs import MachinePrice, cost_report, summarise
 from strop.costs.report import break_even, points_per_usd

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from runs.synthetic import Writer, evaluate, make_run
+from synthetic import Writer, evaluate, make_run
 
 from strop.config import parse_recipe
 from strop.errors import RunError

@@ -12,7 +12,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from runs.synthetic import PRICE, Writer, make_run
+from synthetic import PRICE, Writer, make_run
 
 from strop.errors import ConfigError
 from strop.runs.reading import RunRecord

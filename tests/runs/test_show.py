@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console, RenderableType
-from runs.synthetic import make_run
+from synthetic import make_run
 
 from strop.costs import cost_report
 from strop.errors import EvaluationError, RunError
