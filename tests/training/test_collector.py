@@ -162,7 +162,9 @@ def test_what_finished_before_a_kill_is_taken_up_and_not_made_again(tmp_path_fac
     assert not made_twice, "an attempt that had finished was made again"
     if staleness == 0:
         assert [identity(b) for b in batches] == [identity(b) for b in expected]
-    assert len({r.id for b in batches for g in b for r in g.rollouts}) == sum(len(g.rollouts) for b in batches for g in b)
+    assert len({r.id for b in batches for g in b for r in g.rollouts}) == sum(
+        len(g.rollouts) for b in batches for g in b
+    )
     again.close()
 
 
@@ -223,7 +225,7 @@ async def test_a_straggler_does_not_hold_its_group_for_ever(tmp_path):
 async def test_a_wait_without_end_says_what_it_waits_for(tmp_path):
     run = Run.create(tmp_path / "r", parse_recipe(RECIPE))
     settings = CollectSettings(**{**COLLECT, "stall_seconds": 0.05})
-    with pytest.raises(StallError, match="a batch for rl step 0.*0 of 3 groups ready.*7 in flight"):
+    with pytest.raises(StallError, match=r"a batch for rl step 1.*0 of 3 groups ready.*7 in flight"):
         await collect(run, ScriptedRunner(slowest=3600.0), settings, 1)
     run.close()
 

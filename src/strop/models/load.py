@@ -165,7 +165,9 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _load_weights(source: str, dtype: Any) -> Any:
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # who calls this shows progress of its own, or none
     try:
         model, notes = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True)
     except SafetensorError as error:

@@ -39,7 +39,7 @@ async def train_rl(stage: RLSettings, shop: Workshop, done: int) -> None:
                 metrics |= await shop.work(learner.forward_backward, batch, loss, stage.collect.temperature)
                 metrics |= await shop.work(learner.step, rate(step))  # publishes: every token keeps its own version
             else:
-                run.warn(f"step {step}: no group has any variance in its rewards, so there was nothing to learn from")
+                run.warn(f"step {step + 1}: no group has any variance in its rewards, so there was nothing to learn from")
             collector.stepped(step)
             run.log_step(stage.name, step, metrics)
             await shop.evaluate_if_due(stage, step + 1)
