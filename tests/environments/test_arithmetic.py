@@ -99,7 +99,15 @@ def test_too_few_questions_for_two_splits_are_refused() -> None:
     assert sorted(outcomes)[0].startswith("2000 draws gave no question") and sorted(outcomes)[1] == "the one"
 
 
-@pytest.mark.parametrize("options", [{"operations": ["/"]}, {"operations": []}, {"digits": 0}, {"digits": 7}])
+def test_the_question_is_worded_as_asked() -> None:
+    task = Arithmetic(question="{a}{operation}{b}, {who}?").tasks("train")[0]
+    a, b = task.messages[0]["content"].removesuffix(", {who}?").split("+")
+    assert int(a) + int(b) == task.data["answer"]
+
+
+@pytest.mark.parametrize(
+    "options", [{"operations": ["/"]}, {"operations": []}, {"digits": 0}, {"digits": 7}, {"question": "{a}+{b}"}]
+)
 def test_impossible_options_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"environment.options.{next(iter(options))}"):
         Arithmetic(**options)

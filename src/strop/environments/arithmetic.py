@@ -22,12 +22,12 @@ class Arithmetic(Environment):
     Args:
         operations: any of "+", "-", "*". Differences are never negative.
         digits: of each number, without leading zeros.
-        suffix: added to the question, for example "Answer with a number."
+        question: how it is asked; {a}, {operation} and {b} stand for the parts of it.
         train_tasks, test_tasks: size of the splits.
         seed: another seed draws other tasks.
 
     Raises:
-        ConfigError: an operation is unknown, or digits is not within 1 and 6.
+        ConfigError: an operation is unknown, digits is not within 1 and 6, or the question lacks a part.
     """
 
     name = "arithmetic"
@@ -36,7 +36,7 @@ class Arithmetic(Environment):
         self,
         operations: Sequence[str] = ("+",),
         digits: int = 2,
-        suffix: str = "",
+        question: str = "What is {a} {operation} {b}?",
         train_tasks: int = 10_000,
         test_tasks: int = 500,
         seed: int = 0,
@@ -47,7 +47,14 @@ class Arithmetic(Environment):
             raise ConfigError("environment.options.operations", wrong, 'Known are "+", "-" and "*".')
         if not 1 <= digits <= 6:
             raise ConfigError("environment.options.digits", f"it is {digits}", "It must be within 1 and 6.")
-        self.operations, self.digits, self.suffix = tuple(operations), digits, suffix
+        missing = [part for part in ("{a}", "{operation}", "{b}") if part not in question]
+        if missing:
+            raise ConfigError(
+                "environment.options.question",
+                f"{missing[0]} is missing in it",
+                "It must hold {a}, {operation} and {b}.",
+            )
+        self.operations, self.digits, self.question = tuple(operations), digits, question
         self.sizes, self.seed = {"train": train_tasks, "test": test_tasks}, seed
 
     def tasks(self, split: str) -> Sequence[Task]:
@@ -60,7 +67,9 @@ class Arithmetic(Environment):
         a, b = (rng.randint(lowest, 10**self.digits - 1) for _ in range(2))
         if operation == "-":
             a, b = max(a, b), min(a, b)
-        question = f"What is {a} {operation} {b}?" + (f" {self.suffix}" if self.suffix else "")
+        question = self.question
+        for part, value in (("{a}", a), ("{operation}", operation), ("{b}", b)):
+            question = question.replace(part, str(value))
         task = Task(
             id="",
             environment=self.name,
