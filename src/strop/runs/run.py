@@ -163,7 +163,7 @@ class Run:
         before, again = self._logged_steps[stage, step], metrics.get("loss")
         if before != again:
             self.warn(
-                f"{stage} step {step} gave a loss of {again!r} when it was replayed, and {before!r} before: this "
+                f"{stage} step {step + 1} gave a loss of {again!r} when it was replayed, and {before!r} before: this "
                 f"machine, its libraries or its number of threads compute differently, so the weights differ as well"
             )
 

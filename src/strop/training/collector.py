@@ -136,7 +136,7 @@ class Collector:
             return trained(read_groups(path))
         self._begin_step(step)
         async with self.run.waits.on(
-            f"a batch for {self.stage} step {step}", self.settings.stall_seconds, self.describe
+            f"a batch for {self.stage} step {step + 1}", self.settings.stall_seconds, self.describe
         ):
             while (batch := self._take(step)) is None:
                 self._changed.clear()
