@@ -292,7 +292,10 @@ def _config(field: Callable[[str], Any]) -> dict[str, Any]:
 
 
 def _tokenizer(field: Callable[[str], Any]) -> dict[str, Any]:
-    """tokenizer.json of a GGUF whose pre-tokenizer is "smollm": byte-level BPE that splits numbers into digits."""
+    """tokenizer.json of a GGUF whose pre-tokenizer is "smollm": byte-level BPE that splits numbers into digits.
+
+    transformers' own conversion from GGUF leaves the splitting out, and so tokenizes, say, "a  4" as the model never saw.
+    """
     tokens, kinds = field("tokenizer.ggml.tokens"), field("tokenizer.ggml.token_type")
     control = 3  # llama.cpp's LLAMA_TOKEN_TYPE_CONTROL
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
