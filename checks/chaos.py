@@ -19,10 +19,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "chaos"))
+sys.path[:0] = [str(Path(__file__).parents[1] / "tests"), str(Path(__file__).parents[1] / "tests" / "chaos")]
 
-from harness import POINTS, Chaos, Plan, recipe, warm_up
-from tiny import make_model
+from harness import POINTS, Chaos, Plan, recipe, warm_up  # noqa: E402
+from tiny import make_model  # noqa: E402
 
 #: Kills of one run before it may live to its end.
 KILLS_A_RUN = 8

@@ -43,7 +43,7 @@ from strop.training.collector import Collector
 from strop.training.train import train
 
 HERE = Path(__file__).parent
-ENVIRONMENT = f"{HERE / 'letters.py'}:Letters"
+ENVIRONMENT = f"{HERE.parent / 'letters.py'}:Letters"
 SCORER_KILLED = "the scoring process is killed"
 #: Longest that one life of a run may take; it takes a few seconds.
 LIFE_SECONDS = 120.0
@@ -184,15 +184,16 @@ def arm(plan: Plan) -> None:
 def count_passages() -> Counter[str]:
     """How often each point is passed in this process from now on."""
     passages: Counter[str] = Counter()
+
+    def counting(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def passed(*arguments: Any, **options: Any) -> Any:
+            passages[name] += 1
+            return original(*arguments, **options)
+
+        return passed
+
     for name, point in POINTS.items():
-
-        def counting(
-            *arguments: Any, _name: str = name, _original: Any = getattr(point.owner, point.name), **options: Any
-        ) -> Any:
-            passages[_name] += 1
-            return _original(*arguments, **options)
-
-        setattr(point.owner, point.name, counting)
+        setattr(point.owner, point.name, counting(name, getattr(point.owner, point.name)))
     return passages
 
 

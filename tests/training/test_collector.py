@@ -242,3 +242,22 @@ async def test_a_damaged_batch_is_named(tmp_path):
     with pytest.raises(RunError, match=r"rl-000001\.parquet is damaged"):
         await collect(again, ScriptedRunner(), CollectSettings(**COLLECT), 3)
     again.close()
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+async def test_a_checkpoint_that_is_younger_than_every_batch_does_not_begin_groups_anew(tmp_path, staleness):
+    """Resumed at a step whose batch isn't stored yet, a collector has read no batch: it must know what was begun."""
+    settings = CollectSettings(**{**COLLECT, "staleness": staleness})
+    run = Run.create(tmp_path / "r", parse_recipe(RECIPE))
+    async with Collector(run, "rl", source_of(ScriptedRunner()), settings, 5) as collector:
+        for step in range(2):
+            await collector.next_batch(step)
+            collector.stepped(step)
+    run.close()
+    again = Run.resume(tmp_path / "r")
+    async with Collector(again, "rl", source_of(ScriptedRunner(version=2)), settings, 5) as collector:
+        await collector.next_batch(2)
+        await collector.abandon()
+    ids = Counter(rollout.id for rollout in every_attempt(again))
+    assert max(ids.values()) == 1
+    again.close()

@@ -11,6 +11,7 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -129,10 +130,7 @@ class Collector:
         """
         path = self.run.batch_path(self.stage, step)
         if path.exists():
-            self.run.check_batch(path)
-            state = read_state(path)
-            self._next = state["next"]
-            self._carried = {int(number): begun for number, begun in state["open"].items()}
+            self._read_state(path)
             return trained(read_groups(path))
         self._begin_step(step)
         async with self.run.waits.on(
@@ -191,10 +189,19 @@ class Collector:
         self._take_up(step)
         self._admit()
 
+    def _read_state(self, path: Path) -> None:
+        """Where an earlier process was when it stored a batch: what was begun, and what was open."""
+        self.run.check_batch(path)
+        state = read_state(path)
+        self._next = state["next"]
+        self._carried = {int(number): begun for number, begun in state["open"].items()}
+
     def _take_up(self, step: int) -> None:
         """Go on with what an earlier process left: groups that were open, and attempts that had finished."""
         if not self._resuming:
             return
+        if step and not self._next:  # no stored batch was read: the checkpoint is younger than all of them
+            self._read_state(self.run.batch_path(self.stage, step - 1))
         found: dict[int, list[Entry]] = {}
         for entry in self._journal.found:
             found.setdefault(entry.group, []).append(entry)

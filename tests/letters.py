@@ -1,4 +1,4 @@
-"""The environment of the chaos suite: any text scores, and a child process does the scoring, so that it can be killed."""
+"""An environment for whole runs of a tiny model: any text scores, and a child process does the scoring, so that it can be killed."""
 
 from __future__ import annotations
 
@@ -60,13 +60,16 @@ class Letters(Environment):
     async def score(self, task: Task, rollout: Rollout) -> Scored:
         """Ask the child; one that died is replaced, and what it was asked is a failure of the system."""
         async with self.turn:
-            if self.scorer is None or self.scorer.poll() is not None:
-                command = [sys.executable, "-S", "-E", "-c", SCORER]
-                self.scorer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
             try:
+                await asyncio.to_thread(self._have_scorer)
                 return Scored(await asyncio.to_thread(self._ask, final_text(rollout.transcript)))
             except (OSError, ValueError) as error:
                 raise AttemptError(FailureKind.SCORER, f"the scoring process died ({error})") from error
+
+    def _have_scorer(self) -> None:
+        if self.scorer is None or self.scorer.poll() is not None:
+            command = [sys.executable, "-S", "-E", "-c", SCORER]
+            self.scorer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def _ask(self, text: str) -> float:
         assert self.scorer and self.scorer.stdin and self.scorer.stdout
