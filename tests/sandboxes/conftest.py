@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -12,10 +11,10 @@ import pytest
 pytest.importorskip("strop.sandboxes")
 psutil = pytest.importorskip("psutil")
 
+from leftovers import groups_of_this_process, processes_in_groups, zygotes  # noqa: E402
+
 from strop.sandboxes import Image, Limits, LocalPool, LocalSandbox, probe  # noqa: E402
 from strop.sandboxes.sandbox import MIB  # noqa: E402
-
-from leftovers import groups_of_this_process, processes_in_groups, zygotes  # noqa: E402
 
 #: What the attacks run under.
 TIGHT = Limits(memory=256 * MIB, processes=128, disk=64 * MIB, inodes=20000, timeout=5.0)
@@ -51,14 +50,16 @@ def host_image() -> Image:
 def _nothing_is_left() -> Iterator[None]:
     """No process, group, mount or descriptor outlives a test."""
     mounts = Path("/proc/self/mounts").read_text()
-    descriptors = len(os.listdir("/proc/self/fd"))
+    descriptors = sum(1 for _ in Path("/proc/self/fd").iterdir())
     before = {process.pid for process in zygotes()}
     yield
     assert {process.pid for process in zygotes()} <= before, "a zygote is left"
     if not before:
         assert not groups_of_this_process(), "control groups are left"
     assert Path("/proc/self/mounts").read_text() == mounts
-    assert len(os.listdir("/proc/self/fd")) <= descriptors + 1, "descriptors are left"  # the loop's own may come and go
+    assert sum(1 for _ in Path("/proc/self/fd").iterdir()) <= descriptors + 1, (
+        "descriptors are left"
+    )  # the loop's own may come and go
 
 
 @pytest.fixture

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
-import os
 import tarfile
 import tempfile
 from pathlib import Path
@@ -127,11 +127,9 @@ async def test_an_absolute_member_lands_below_the_folder(box: LocalSandbox) -> N
 async def test_a_link_in_the_folder_can_not_redirect_an_archive_to_the_host(box: LocalSandbox) -> None:
     with tempfile.TemporaryDirectory() as outside:
         await box.exec(f"mkdir -p /tmp/in; ln -s {outside} /tmp/in/sub")
-        try:
+        with contextlib.suppress(FileProblem):
             await box.put_archive("/tmp/in", archive(("sub/file", b"x", {})))
-        except FileProblem:
-            pass
-        assert os.listdir(outside) == []
+        assert list(Path(outside).iterdir()) == []
 
 
 async def test_an_archive_of_a_hostile_tree_unpacks_safely(box: LocalSandbox, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from leftovers import groups_of_this_process, processes_in_groups
 
 from strop.sandboxes import (
     Image,
@@ -32,7 +33,6 @@ from strop.sandboxes import (
     wire,
 )
 from strop.sandboxes.cgroups import CgroupRoots, find_roots
-from leftovers import groups_of_this_process, processes_in_groups
 
 HOST = """
 import asyncio, sys
@@ -204,13 +204,13 @@ async def test_an_agent_that_hands_over_descriptors_hands_over_nothing(pool: Loc
     await box.wait_ready()
     waiting = asyncio.create_task(box.exec("true"))
     await asyncio.sleep(0.01)
-    before = len(os.listdir("/proc/self/fd"))
+    before = sum(1 for _ in Path("/proc/self/fd").iterdir())
     gift = array.array("i", [os.open("/dev/null", os.O_RDONLY) for _ in range(50)])
     agent.sendmsg([reply(2, 1)], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, gift)])
     for fd in gift:
         os.close(fd)
     assert (await asyncio.wait_for(waiting, 10)).ok
-    assert len(os.listdir("/proc/self/fd")) <= before
+    assert sum(1 for _ in Path("/proc/self/fd").iterdir()) <= before
     box.bury("the test is over")
     agent.close()
 
@@ -360,7 +360,9 @@ async def test_too_many_wait_for_a_place_and_say_so_in_the_end(host_image: Image
 async def test_no_more_descriptors_is_a_clear_error_and_leaks_nothing(pool: LocalPool) -> None:
     box = await pool.create()
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, limits[1]))
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (max(int(entry.name) for entry in Path("/proc/self/fd").iterdir()) + 1, limits[1])
+    )
     filling = []
     try:
         with contextlib.suppress(OSError):

@@ -75,7 +75,7 @@ def cached(key: str, build: Callable[[Path], None]) -> Path:
     try:
         beside.chmod(0o755)
         build(beside)
-        os.rename(beside, place)
+        beside.rename(place)
     except OSError:
         if not place.is_dir():  # another process may have been faster
             raise
@@ -235,7 +235,7 @@ def _resolve_parent(root: Path, name: PurePosixPath) -> Path:
             hops += 1
             if hops > 40:
                 raise tarfile.TarError(f"too many links on the way to {str(name)!r}")
-            target = PurePosixPath(os.readlink(step))
+            target = PurePosixPath(step.readlink())
             if target.is_absolute():
                 place = root
             parts = [part for part in target.parts if part != "/"] + parts
@@ -252,8 +252,8 @@ def _root_links(allow: Sequence[str]) -> dict[str, str]:
     links = {}
     for name in ("bin", "sbin", "lib", "lib32", "lib64", "libx32"):
         path = Path("/") / name
-        if path.is_symlink() and any(("/" + os.readlink(path).lstrip("/")).startswith(folder) for folder in allow):
-            links[name] = os.readlink(path)
+        if path.is_symlink() and any(("/" + str(path.readlink()).lstrip("/")).startswith(folder) for folder in allow):
+            links[name] = str(path.readlink())
     return links
 
 

@@ -308,8 +308,9 @@ class LocalSandbox:
             raise ValueError(f"arguments and environment have {len(payload)} bytes; at most {wire.MAX_PAYLOAD}")
         memory = os.memfd_create("command", os.MFD_CLOEXEC)
         try:
-            with open(memory, "wb", closefd=False) as file:
-                file.write(payload)
+            view = memoryview(payload)
+            while view:
+                view = view[os.write(memory, view) :]
             flags = int.from_bytes(message[8:12], "little") | wire.Flag.MEMORY_FILE
             await self._send_parts([message[:8] + flags.to_bytes(4, "little") + message[12:]], [*fds, memory])
         finally:
@@ -444,20 +445,13 @@ class LocalSandbox:
         self.check_alive()
         return await self._pool.take_snapshot(self._number, self._layers, self.limits)
 
-    async def finish(self) -> LocalSnapshot:
-        """End it and keep its files as a snapshot: nothing is copied."""
-        self.check_alive()
-        return await self._pool.keep(self, self._number, self._layers)
-
-    async def fork(self, count: int) -> list[LocalSandbox]:
+    async def fork(self, count: int) -> Sequence[LocalSandbox]:
         snapshot = await self.snapshot()
         try:
-            return list(
-                await asyncio.gather(
-                    *(
-                        self._pool.create(snapshot=snapshot, limits=self.limits, env=self._env, labels=self.labels)
-                        for _ in range(count)
-                    )
+            return await asyncio.gather(
+                *(
+                    self._pool.create(snapshot=snapshot, limits=self.limits, env=self._env, labels=self.labels)
+                    for _ in range(count)
                 )
             )
         finally:

@@ -356,22 +356,6 @@ class LocalPool:
         )
         return await self._flattened(LocalSnapshot(self, (*below, layer), limits.disk))
 
-    async def keep(self, sandbox: LocalSandbox, number: int, below: tuple[int, ...]) -> LocalSnapshot:
-        """End a sandbox and keep its writable layer as it is."""
-        zygote = self._alive()
-        layer = zygote.token()
-        self.hold(below)
-        try:
-            gone = self._buried.setdefault(number, asyncio.get_running_loop().create_future())
-            zygote.send(wire.control(wire.Control.DESTROY, number, argument=1, layer=layer))
-            sandbox.bury("it was ended for a snapshot")
-            event = await self._await_burial(number, gone)
-            if event.error:
-                raise failure(event.stage, event.error)
-            return await self._flattened(LocalSnapshot(self, (*below, layer), sandbox.limits.disk))
-        finally:
-            self._release_later(below)
-
     async def _flattened(self, snapshot: LocalSnapshot) -> LocalSnapshot:
         if len(snapshot.layers) < FLATTEN_AT:
             return snapshot

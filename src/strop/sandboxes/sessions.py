@@ -7,6 +7,7 @@ program at the other end belongs to the sandbox: its answers are bounded and onl
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import struct
@@ -151,10 +152,8 @@ class Channel:
         if self._process is not None:
             process, self._process = self._process, None
             await process.kill()
-            try:
+            with contextlib.suppress(SandboxFailure):
                 await process.wait()
-            except SandboxFailure:
-                pass
         self._shut()
 
 

@@ -61,9 +61,7 @@ class Zygote:
         ours.setblocking(False)
         os.set_inheritable(theirs.fileno(), True)
         null = os.open(os.devnull, os.O_RDWR)
-        actions: list[tuple[int, ...]] = [(os.POSIX_SPAWN_DUP2, null, fd) for fd in (0, 1, 2)] + [
-            (os.POSIX_SPAWN_DUP2, theirs.fileno(), 3)
-        ]
+        actions = [(os.POSIX_SPAWN_DUP2, null, fd) for fd in (0, 1, 2)] + [(os.POSIX_SPAWN_DUP2, theirs.fileno(), 3)]
         # The name is what /proc/1/cmdline shows inside a sandbox; no arguments and no environment leak into it.
         self.pid = os.posix_spawn(HELPER, ["sandbox"], {}, file_actions=actions)  # noqa: ASYNC221 -- half a millisecond
         self._pidfd = os.pidfd_open(self.pid)

@@ -39,7 +39,7 @@ enum { EXEC_NULL_STDIN = 1, EXEC_TTY = 2, EXEC_MEMORY_FILE = 4, EXEC_KILL_LEFTOV
 enum { KILL_MAIN = 0, KILL_TREE = 1, KILL_BELOW = 2, KILL_LEFTOVERS = 3 };
 enum { FILES_READ = 1, FILES_WRITE, FILES_LIST, FILES_PACK, FILES_UNPACK };
 enum { SNAPSHOT_COPY = 0, SNAPSHOT_FLATTEN = 1 };
-enum { DESTROY_DISCARD = 0, DESTROY_KEEP = 1 };
+enum { CONTROL_FD = 3, OOM_FD, UPPER }; /* descriptors of zygote and agent */
 
 struct control {
     uint32_t kind, id;
@@ -47,8 +47,8 @@ struct control {
     uint64_t memory, disk, inodes;
     uint32_t cpu_percent; /* of one core; 0: no limit */
     uint32_t open_files;
-    uint32_t argument; /* destroy, freeze, snapshot: which, see the enums above */
-    uint32_t layer;    /* destroy, snapshot, release: number of the layer */
+    uint32_t argument; /* freeze: 0 or 1; snapshot: see the enum above */
+    uint32_t layer;    /* snapshot, release: number of the layer; freeze: a number to answer with */
     uint32_t layer_count;
     uint32_t layers[MAX_LAYERS]; /* lowest first */
 };
@@ -93,6 +93,7 @@ struct image {
 };
 struct birth {
     const struct image *image;
+    uint64_t disk, inodes;
     uint32_t network, open_files, layer_count;
     const uint32_t *layers;
 };
@@ -103,8 +104,6 @@ int bring_loopback_up(void);
 int build_world(char *specification, const int *fds, int fd_count, struct image *image, uint32_t base,
                 const char **stage);
 int mount_layer(const char *path, uint64_t disk, uint64_t inodes, uint32_t base);
-int clone_mount(const char *path);
-int attach_mount(int fd, const char *path);
 
 /* seccomp.c */
 void assemble_filter(void); /* once, before the first sandbox */
@@ -132,7 +131,7 @@ struct slot { /* a pooled set of cgroups and a network namespace; index < 0 mark
     int index, network_fd, oom_fd, group_fd;
     int attach_fds[3];
     struct limits limits;
-    bool retired, pooled;
+    bool broken, pooled;
 };
 int add_cgroup_root(const char *controller, int fd);
 int make_cgroup_owner(const char *name);

@@ -27,6 +27,23 @@
     (1u << CAP_CHOWN | 1u << CAP_DAC_OVERRIDE | 1u << CAP_FSETID | 1u << CAP_FOWNER | 1u << CAP_SETGID |         \
      1u << CAP_SETUID | 1u << CAP_SETPCAP | 1u << CAP_NET_BIND_SERVICE | 1u << CAP_KILL)
 
+/* The writable layer: upper and work for overlayfs, shm beside them so that one quota covers all. Its descriptor stays
+ * open as UPPER, which is where the zygote finds the files for a snapshot. */
+static int mount_upper(uint64_t disk, uint64_t inodes) {
+    char options[96];
+    snprintf(options, sizeof options, "mode=755,size=%llu,nr_inodes=%llu", (unsigned long long)disk,
+             (unsigned long long)inodes);
+    if (mount("tmpfs", "/t", "tmpfs", MS_NOSUID | MS_NODEV, options) < 0 || mkdir("/t/upper", 0755) < 0 ||
+        mkdir("/t/work", 0755) < 0 || mkdir("/t/shm", 0700) < 0 || chmod("/t/shm", 01777) < 0)
+        return -1;
+    int fd = open("/t", O_PATH | O_DIRECTORY | O_CLOEXEC);
+    if (fd >= 0 && fd != UPPER) {
+        dup3(fd, UPPER, O_CLOEXEC);
+        close(fd);
+    }
+    return fd;
+}
+
 /* Layers are short names, so that MAX_LAYERS of them stay far below the 4 KiB that mount(2) takes. */
 static int mount_root(const struct birth *birth) {
     char options[3072] = "userxattr,upperdir=/t/upper,workdir=/t/work,lowerdir=";
@@ -124,6 +141,10 @@ static int give_up_privileges(const char **stage) {
 int set_up_sandbox(const struct birth *birth, const char **stage) {
     *stage = "become root inside";
     if (become_root() < 0)
+        return -1;
+    *stage = "mount the writable layer";
+    umask(022);
+    if (mount_upper(birth->disk, birth->inodes) < 0)
         return -1;
     *stage = "mount the overlay";
     if (mount_root(birth) < 0)

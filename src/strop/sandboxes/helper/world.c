@@ -27,11 +27,7 @@ struct attributes {
     uint64_t set, clear, propagation, userns_fd;
 };
 
-int clone_mount(const char *path) {
-    return (int)syscall(NR_open_tree, AT_FDCWD, path, TREE_CLONE | O_CLOEXEC);
-}
-
-int attach_mount(int fd, const char *path) {
+static int attach_mount(int fd, const char *path) {
     return (int)syscall(NR_move_mount, fd, "", AT_FDCWD, path, MOVE_FROM_DESCRIPTOR);
 }
 
@@ -40,22 +36,16 @@ static int restrict_mount(int fd, uint64_t set, int userns_fd) {
     return (int)syscall(NR_mount_setattr, fd, "", EMPTY_PATH, &attributes, sizeof attributes);
 }
 
-/* A tmpfs for one writable layer: upper and work for overlayfs, shm beside them so that one quota covers all. */
+/* A tmpfs for a snapshot's layer, laid out like a sandbox's own. */
 int mount_layer(const char *path, uint64_t disk, uint64_t inodes, uint32_t base) {
     char options[128], below[64];
     snprintf(options, sizeof options, "mode=755,uid=%u,gid=%u,size=%llu,nr_inodes=%llu", base, base,
              (unsigned long long)disk, (unsigned long long)inodes);
     if (mount("tmpfs", path, "tmpfs", MS_NOSUID | MS_NODEV, options) < 0)
         return -1;
-    static const struct {
-        const char *name;
-        mode_t mode;
-    } folders[] = {{"upper", 0755}, {"work", 0755}, {"shm", 01777}};
-    for (size_t i = 0; i < sizeof folders / sizeof folders[0]; i++) {
-        snprintf(below, sizeof below, "%s/%s", path, folders[i].name);
-        if (mkdir(below, 0700) < 0 || chown(below, base, base) < 0 || chmod(below, folders[i].mode) < 0)
-            return -1;
-    }
+    snprintf(below, sizeof below, "%s/upper", path);
+    if (mkdir(below, 0755) < 0 || chown(below, base, base) < 0)
+        return -1;
     return 0;
 }
 

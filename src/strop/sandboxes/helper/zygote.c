@@ -22,13 +22,11 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-enum { CONTROL = 3, OOM = 4, MAX_POOLED = 512, MAX_SANDBOXES = 1 << 20 };
+enum { MAX_POOLED = 512, MAX_SANDBOXES = 1 << 20 };
 
 struct sandbox {
     pid_t pid; /* 0: unused */
-    int upper_fd;
-    uint32_t keep_as_layer; /* where its upper layer goes when it dies; 0: nowhere */
-    uint64_t oom_kills_before, disk, inodes;
+    uint64_t oom_kills_before;
     struct slot slot;
 };
 struct worker { /* a copy of layers in progress */
@@ -52,7 +50,7 @@ void close_from(unsigned fd) { syscall(436 /* close_range */, fd, ~0u, 0); }
 static void send_event(uint32_t kind, uint32_t id, int error, const char *stage, int status, uint64_t oom_kills) {
     struct event event = {.kind = kind, .id = id, .error = error, .status = status, .oom_kills = oom_kills};
     snprintf(event.stage, sizeof event.stage, "%s", stage);
-    (void)!send(CONTROL, &event, sizeof event, MSG_NOSIGNAL); /* a host that is gone is seen by poll */
+    (void)!send(CONTROL_FD, &event, sizeof event, MSG_NOSIGNAL); /* a host that is gone is seen by poll */
 }
 
 _Noreturn void die(const char *what) {
@@ -105,7 +103,7 @@ static int take_slot(struct slot *slot) {
 }
 
 static void give_slot_back(struct slot *slot) {
-    if (slot->pooled && !slot->retired) {
+    if (slot->pooled && !slot->broken) {
         free_slots[free_count++] = *slot;
         return;
     }
@@ -132,19 +130,19 @@ static _Noreturn void become_sandbox(const struct control *control, int agent, i
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     if (read(go, &byte, 1) != 1)
         _exit(1);
-    dup3(agent, CONTROL, O_CLOEXEC);
+    dup3(agent, CONTROL_FD, O_CLOEXEC);
     if (oom_fd >= 0)
-        dup3(oom_fd, OOM, O_CLOEXEC);
-    close_from(OOM + 1);
-    struct birth birth = {.image = &image, .network = control->network, .open_files = control->open_files,
+        dup3(oom_fd, OOM_FD, O_CLOEXEC);
+    close_from(OOM_FD + 1);
+    struct birth birth = {.image = &image, .disk = control->disk, .inodes = control->inodes, .network = control->network, .open_files = control->open_files,
                           .layer_count = control->layer_count, .layers = control->layers};
     if (set_up_sandbox(&birth, &stage) < 0) {
         struct reply reply = {.kind = REPLY_READY, .id = WIRE_VERSION, .error = errno};
         snprintf(reply.stage, sizeof reply.stage, "%s", stage);
-        (void)!send(CONTROL, &reply, sizeof reply, MSG_NOSIGNAL);
+        (void)!send(CONTROL_FD, &reply, sizeof reply, MSG_NOSIGNAL);
         _exit(1);
     }
-    agent_main(CONTROL, oom_fd >= 0 ? OOM : -1);
+    agent_main(CONTROL_FD, oom_fd >= 0 ? OOM_FD : -1);
 }
 
 static int map_ids(pid_t pid) {
@@ -204,8 +202,7 @@ static int prepare(struct sandbox *sandbox, const struct control *control, const
     if (control->network == NETWORK_POOLED && enter_network(&sandbox->slot) < 0)
         return -1;
     sandbox->oom_kills_before = slot_oom_kills(&sandbox->slot);
-    *stage = "mount the writable layer";
-    return mount_layer("/t", control->disk, control->inodes, base);
+    return 0;
 }
 
 static struct sandbox *record(uint32_t id) {
@@ -230,21 +227,11 @@ static void handle_create(const struct control *control, int agent) {
         send_event(EVENT_FAILED, control->id, EINVAL, stage, 0, 0);
         return;
     }
-    *sandbox = (struct sandbox){.upper_fd = -1, .slot.index = -1, .disk = control->disk, .inodes = control->inodes};
-    int failed = prepare(sandbox, control, &stage) < 0 || give_birth(sandbox, control, agent, &stage) < 0;
-    int error = errno;
-    if (!failed && (sandbox->upper_fd = clone_mount("/t")) < 0) { /* kept for snapshots */
-        error = errno;
-        stage = "hold the writable layer";
-        failed = 1;
-        kill(sandbox->pid, SIGKILL);
-        waitpid(sandbox->pid, NULL, 0);
-        sandbox->pid = 0;
-    }
-    umount2("/t", MNT_DETACH);
-    if (failed) {
+    *sandbox = (struct sandbox){.slot.index = -1};
+    if (prepare(sandbox, control, &stage) < 0 || give_birth(sandbox, control, agent, &stage) < 0) {
+        int error = errno;
         if (sandbox->slot.index >= 0) {
-            sandbox->slot.retired = true; /* it may be what failed */
+            sandbox->slot.broken = true; /* it may be what failed */
             give_slot_back(&sandbox->slot);
         }
         send_event(EVENT_FAILED, control->id, error, stage, 0, 0);
@@ -265,21 +252,22 @@ static int drop_layer(uint32_t layer) {
     return umount2(path, MNT_DETACH) < 0 || rmdir(path) < 0 ? -1 : 0;
 }
 
-static int open_upper(int directory, const char *path) {
-    return openat(directory, path, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+static int open_upper(const char *path) {
+    return open(path, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
 }
 
-static int copy_layers(const struct control *control, int upper_fd, const char *target_path) {
-    char path[48];
+static int copy_layers(const struct control *control, pid_t pid, const char *target_path) {
+    char path[64];
     snprintf(path, sizeof path, "%s/upper", target_path);
-    int target = open_upper(AT_FDCWD, path), error = target < 0 ? errno : 0;
+    int target = open_upper(path), error = target < 0 ? errno : 0;
     if (control->argument == SNAPSHOT_COPY) {
-        int source = open_upper(upper_fd, "upper");
+        snprintf(path, sizeof path, "/proc/%d/fd/%d/upper", pid, UPPER);
+        int source = open_upper(path);
         return error ? error : source < 0 ? errno : apply_layer(source, target);
     }
     for (uint32_t i = 0; !error && i < control->layer_count; i++) {
         snprintf(path, sizeof path, "/s/%u/upper", control->layers[i]);
-        int source = open_upper(AT_FDCWD, path);
+        int source = open_upper(path);
         error = source < 0 ? errno : apply_layer(source, target);
     }
     return error;
@@ -312,7 +300,7 @@ static int start_copy(const struct control *control, struct sandbox *sandbox, co
     pid_t pid = fork();
     if (pid == 0) {
         prctl(PR_SET_PDEATHSIG, SIGKILL);
-        _exit(copy_layers(control, sandbox ? sandbox->upper_fd : -1, path));
+        _exit(copy_layers(control, sandbox ? sandbox->pid : 0, path));
     }
     *worker = (struct worker){pid, control->id, control->layer, freeze};
     return pid < 0 ? -1 : 0;
@@ -330,22 +318,11 @@ static void finish_copy(struct worker *worker, int status) {
 
 /* ---- death ---- */
 
-/* Keeps a dead sandbox's writable layer by moving its mount: nothing is copied. */
-static int keep_layer(struct sandbox *sandbox) {
-    char path[32];
-    layer_path(path, sizeof path, sandbox->keep_as_layer);
-    sandbox->slot.retired = true; /* the layer's memory stays charged to the group */
-    return mkdir(path, 0700) < 0 || attach_mount(sandbox->upper_fd, path) < 0 ? errno : 0;
-}
-
 static void bury(uint32_t id, int status) {
     struct sandbox *sandbox = &sandboxes[id];
-    int error = sandbox->keep_as_layer ? keep_layer(sandbox) : 0;
     uint64_t kills = slot_oom_kills(&sandbox->slot);
-    if (sandbox->upper_fd >= 0)
-        close(sandbox->upper_fd);
     sandbox->pid = 0;
-    send_event(EVENT_DEAD, id, error, error ? "keep the layer" : "", status,
+    send_event(EVENT_DEAD, id, 0, "", status,
                kills > sandbox->oom_kills_before ? kills - sandbox->oom_kills_before : 0);
     give_slot_back(&sandbox->slot);
 }
@@ -389,7 +366,6 @@ static void handle_control(const struct control *control, int fd) {
     case CONTROL_DESTROY:
         if (!sandbox)
             return; /* died by itself; its event is on the way */
-        sandbox->keep_as_layer = control->argument == DESTROY_KEEP ? control->layer : 0;
         kill(sandbox->pid, SIGKILL);
         return;
     case CONTROL_FREEZE:
@@ -421,7 +397,7 @@ static ssize_t receive(void *data, size_t size, int *fds, int max_fds, int *fd_c
     } buffer;
     struct iovec part = {data, size};
     struct msghdr header = {.msg_iov = &part, .msg_iovlen = 1, .msg_control = &buffer, .msg_controllen = sizeof buffer};
-    ssize_t received = recvmsg(CONTROL, &header, MSG_CMSG_CLOEXEC);
+    ssize_t received = recvmsg(CONTROL_FD, &header, MSG_CMSG_CLOEXEC);
     *fd_count = 0;
     struct cmsghdr *rights = received > 0 ? CMSG_FIRSTHDR(&header) : NULL;
     if (rights && rights->cmsg_level == SOL_SOCKET && rights->cmsg_type == SCM_RIGHTS) {
@@ -446,7 +422,7 @@ static void read_specification(void) {
     for (char *line; (line = strtok_r(rest, "\n", &rest));) {
         char name[32];
         if (sscanf(line, "cgroup %31s", name) == 1 && used < count)
-            add_cgroup_root(name, fcntl(fds[used++], F_DUPFD_CLOEXEC, OOM + 1));
+            add_cgroup_root(name, fcntl(fds[used++], F_DUPFD_CLOEXEC, OOM_FD + 1));
         else if (sscanf(line, "owner %127s", owner) != 1)
             sscanf(line, "base %u", &base);
     }
@@ -477,8 +453,8 @@ static void reset_signals(void) {
 }
 
 int main(void) {
-    close_from(OOM);
-    if (open("/dev/null", O_RDWR | O_CLOEXEC) != OOM)
+    close_from(OOM_FD);
+    if (open("/dev/null", O_RDWR | O_CLOEXEC) != OOM_FD)
         return 1; /* holds the number, so that later descriptors lie above those an agent gets */
     int parent = open_parent();
     setsid();
@@ -491,7 +467,7 @@ int main(void) {
     sigset_t waiting;
     sigemptyset(&waiting);
     for (;;) {
-        struct pollfd ready[2] = {{.fd = CONTROL, .events = POLLIN}, {.fd = parent, .events = POLLIN}};
+        struct pollfd ready[2] = {{.fd = CONTROL_FD, .events = POLLIN}, {.fd = parent, .events = POLLIN}};
         if (ppoll(ready, 2, NULL, &waiting) > 0) {
             struct control control;
             int fd = -1, count = 0;
