@@ -4,6 +4,7 @@ logits, parameters, seed and token number alone, bit for bit, whatever rows are 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -88,7 +89,7 @@ def _block_sums(values: Tensor) -> Tensor:
     """Sums of blocks along the last dimension, the last block filled up with zeros: (rows, blocks) fp64."""
     rows, vocab = values.shape
     whole = vocab // _BLOCK * _BLOCK
-    sums = values[:, :whole].unflatten(1, (-1, _BLOCK)).sum(-1) if whole else values.new_empty((rows, 0))
+    sums = values[:, :whole].view(rows, -1, _BLOCK).sum(-1) if whole else values.new_empty((rows, 0))
     if whole < vocab:
         sums = torch.cat([sums, values[:, whole:].sum(-1, keepdim=True)], dim=1)
     return sums.double()
@@ -101,16 +102,13 @@ def _first_beyond(ends: Tensor, target: Tensor) -> Tensor:
 
 
 def _truncated(scaled: Tensor, params: SamplingParams) -> Tensor:
-    """(vocab,) with -inf where top-k, then top-p, then min-p remove a token. Ties at a threshold stay."""
-    floor = scaled.new_tensor(float("-inf"))
-    if params.top_k and params.top_k < len(scaled):
-        floor = scaled.topk(params.top_k).values[-1]
+    """(vocab,) with -inf where top-k, then top-p, then min-p remove a token. Of equals, lower ids count as likelier."""
+    values, order = scaled.sort(descending=True, stable=True)
+    kept = min(params.top_k or len(values), len(values))
     if params.top_p < 1.0:
-        ordered = scaled.sort(descending=True).values
-        ordered = ordered[ordered >= floor]
-        mass = ordered.double().softmax(0)
-        kept = int((mass.cumsum(0) - mass < params.top_p).sum())  # the token that crosses top_p is kept
-        floor = torch.maximum(floor, ordered[max(kept, 1) - 1])
+        before = values[:kept].double().softmax(0).cumsum(0).roll(1)
+        before[0] = 0.0
+        kept = int((before < params.top_p).sum())  # the token that crosses top_p is kept
     if params.min_p > 0.0:
-        floor = torch.maximum(floor, scaled.max() + torch.tensor(params.min_p).log().to(scaled))
-    return scaled.masked_fill(scaled < floor, float("-inf"))
+        kept = min(kept, int((values >= values[0] + math.log(params.min_p)).sum()))
+    return torch.full_like(scaled, float("-inf")).index_copy_(0, order[:kept], values[:kept])

@@ -97,13 +97,14 @@ class EmbeddedSampler:
         packed: bool = True,
         ledger: Ledger | None = None,
     ) -> None:
-        for name, value in (("slots", slots), ("queue_limit", queue_limit)):
-            if value < 1:
-                raise ConfigError(f"sampler.{name}", f"it is {value}", "It must be at least 1")
+        parked = slots if parked is None else parked
+        for name, value, least in (("slots", slots, 1), ("parked", parked, 0), ("queue_limit", queue_limit, 1)):
+            if value < least:
+                raise ConfigError(f"sampler.{name}", f"it is {value}", f"It must be at least {least}")
         self.policy, self.tokenizer, self.ledger = policy, tokenizer, ledger
         self._max_context = _context(policy, max_context)
         self._engine: Engine = (
-            FusedEngine(policy.decoder, slots, slots if parked is None else parked, self._max_context, packed)
+            FusedEngine(policy.decoder, slots, parked, self._max_context, packed)
             if policy.decoder
             else GenericEngine(policy.model, slots)
         )
@@ -237,6 +238,7 @@ class EmbeddedSampler:
     def _submit(self, sequence: Sequence) -> None:
         with self._wake:
             if self._broken:
+                self._places.release()  # whoever waits for a place hears it too
                 raise AttemptError(FailureKind.SAMPLER, self._broken)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="strop-sampler", daemon=True)

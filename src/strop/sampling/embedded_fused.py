@@ -7,7 +7,7 @@ from collections.abc import Sequence as Several
 from torch import Tensor
 
 from strop.models.fused import Decoder
-from strop.sampling.embedded_pass import FusedPass, Piece
+from strop.sampling.embedded_pass import FusedPass, Piece, whole_blocks
 from strop.sampling.embedded_sequence import Sequence
 from strop.sampling.kv_cache import KeyValueCache, Rows
 
@@ -29,7 +29,7 @@ class FusedEngine:
     """
 
     def __init__(self, decoder: Decoder, slots: int, parked: int, context: int, packed: bool) -> None:
-        self.cache = KeyValueCache(decoder, slots + parked, context)
+        self.cache = KeyValueCache(decoder, slots + parked, whole_blocks(context))
         self.rows = Rows(slots + parked, context)
         self.run = FusedPass(decoder, self.cache, packed)
         self.slots = slots

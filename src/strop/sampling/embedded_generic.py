@@ -8,6 +8,7 @@ whose prompts are the same, share a prefill; a later turn computes its history a
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import OrderedDict
 from typing import Any
 
@@ -33,6 +34,8 @@ class GenericEngine:
         self.device = next(model.parameters()).device
         self.active: list[Sequence] = []
         self.prefilled = 0
+        arguments = inspect.signature(model.forward).parameters
+        self._cache_name = "cache" if "cache" in arguments else "past_key_values"  # its name from transformers 5.40 on
         self._caches: dict[Sequence, Any] = {}
         self._prompts: OrderedDict[bytes, tuple[Any, Tensor]] = OrderedDict()
 
@@ -74,7 +77,7 @@ class GenericEngine:
             sequence.cached = len(sequence.prompt)
         else:
             out = self._forward(torch.from_numpy(sequence.prompt)[None], None)
-            self._prompts[key] = (out.past_key_values, out.logits[0, -1])
+            self._prompts[key] = (out[self._cache_name], out.logits[0, -1])
             self.prefilled += len(sequence.prompt)
             if len(self._prompts) > PROMPTS_KEPT:
                 self._prompts.popitem(last=False)
@@ -83,4 +86,5 @@ class GenericEngine:
         return logits
 
     def _forward(self, tokens: Tensor, cache: Any) -> Any:
-        return self.model(tokens.to(self.device), past_key_values=cache, use_cache=True, logits_to_keep=1)
+        past = {self._cache_name: cache}
+        return self.model(tokens.to(self.device), use_cache=True, logits_to_keep=1, **past)

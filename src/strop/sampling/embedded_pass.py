@@ -70,7 +70,7 @@ class FusedPass:
 
     Args:
         decoder: its weights, read at every step unless packed.
-        cache: where keys and values are.
+        cache: where keys and values are; its context is whole blocks.
         packed: keep a second copy of the matrices in oneDNN's own layout: a fifth faster at 64 rows, twice the memory;
             `pack` must follow every change of the weights. fp32 always packs, for batch invariance.
     """
@@ -78,7 +78,7 @@ class FusedPass:
     def __init__(self, decoder: Decoder, cache: KeyValueCache, packed: bool = True) -> None:
         self.decoder, self.cache = decoder, cache
         self.dtype, device = decoder.embedding.dtype, decoder.embedding.device
-        on_cpu = device.type == "cpu" and torch.backends.mkldnn.is_available()
+        on_cpu = device.type == "cpu" and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         self.packed = on_cpu and (packed or self.dtype == torch.float32)
         context = cache.keys[0].shape[2]
         cos, sin = decoder.rotary(torch.arange(context, device=device))
@@ -192,12 +192,10 @@ class FusedPass:
         if tokens == 1:
             scores += group.bias
         else:
-            scores[:, :, :queries].unflatten(2, (-1, tokens)).add_(group.bias[:, :, None])
-        weights = scores.softmax(-1).to(self.dtype)
-        mixed = self._mix(weights.view(shape), v)[:, :, :queries]
-        out.view(group.count, tokens, kv_heads, -1, width).copy_(
-            mixed.unflatten(2, (-1, tokens)).permute(0, 3, 1, 2, 4)
-        )
+            scores[:, :, :queries].view(*shape[:2], -1, tokens, group.keys).add_(group.bias[:, :, None])
+        mixed = self._mix(scores.softmax(-1).to(self.dtype), v)[:, :, :queries]
+        mixed = mixed.reshape(group.count, kv_heads, -1, tokens, width).permute(0, 3, 1, 2, 4)
+        out.view(mixed.shape).copy_(mixed)
 
     def _scores(self, q: Tensor, k: Tensor) -> Tensor:
         """q kᵀ · scale in fp32: (rows, kv_heads, queries, keys)."""
@@ -210,11 +208,10 @@ class FusedPass:
         """weights · v: (rows, kv_heads, queries, head_dim)."""
         if self.dtype != torch.float32:
             return weights @ v
-        blocks = zip(weights.split(KEY_BLOCK, dim=-1), v.split(KEY_BLOCK, dim=-2), strict=True)
-        first, second = next(blocks)
-        mixed = first @ second
-        for first, second in blocks:
-            mixed += first @ second
+        mixed = weights[..., :KEY_BLOCK] @ v[:, :, :KEY_BLOCK]
+        for start in range(KEY_BLOCK, v.shape[2], KEY_BLOCK):
+            block = slice(start, start + KEY_BLOCK)
+            mixed += weights[..., block] @ v[:, :, block]
         return mixed
 
     def _decoding(self, pieces: Sequence[Piece], groups: list[list[int]]) -> list[_Together]:
@@ -225,7 +222,7 @@ class FusedPass:
             rows = [pieces[number].row for number in group]
             adjacent = rows[-1] - rows[0] + 1 == len(rows)
             starts = torch.tensor([pieces[number].start for number in group])
-            keys = _keys(int(starts.max()) + 1)
+            keys = whole_blocks(int(starts.max()) + 1)
             together.append(
                 _Together(
                     queries=slice(first, first + len(group)),
@@ -244,8 +241,8 @@ class FusedPass:
         for piece in pieces:
             last = piece.start + len(piece.tokens)
             queries = slice(first, first + len(piece.tokens))
-            bias = self._bias(_keys(last), torch.arange(piece.start, last))[None, None]
-            together.append(_Together(queries, slice(piece.row, piece.row + 1), 1, _keys(last), bias))
+            bias = self._bias(whole_blocks(last), torch.arange(piece.start, last))[None, None]
+            together.append(_Together(queries, slice(piece.row, piece.row + 1), 1, whole_blocks(last), bias))
             first = queries.stop
         return together
 
@@ -260,7 +257,7 @@ def _groups(pieces: Sequence[Piece]) -> list[list[int]]:
     groups: list[list[int]] = []
     longest = 0
     for number in sorted(range(len(pieces)), key=lambda number: -pieces[number].start):
-        keys = _keys(pieces[number].start + 1)
+        keys = whole_blocks(pieces[number].start + 1)
         if not groups or (keys < LIKE_LENGTH * longest and len(groups[-1]) >= FEWEST_APART):
             groups.append([])
             longest = keys
@@ -268,6 +265,6 @@ def _groups(pieces: Sequence[Piece]) -> list[list[int]]:
     return [sorted(group, key=lambda number: pieces[number].row) for group in groups]
 
 
-def _keys(length: int) -> int:
-    """`length` in whole blocks."""
+def whole_blocks(length: int) -> int:
+    """`length` keys, rounded up to whole blocks."""
     return -(-length // KEY_BLOCK) * KEY_BLOCK
