@@ -131,7 +131,10 @@ def check_limits(groups: Sequence[tuple[Group, str]], max_tokens: int, max_conte
             longest = max((len(call.tokens) for call in rollout.calls), default=0)
             if longest > max_tokens:
                 yield f"attempt {rollout.id} has a reply of {longest} tokens, more than agent.max_tokens = {max_tokens}"
-            lengths = [len(rollout.branch_tokens(leaf)) for leaf in rollout.leaves()]
+            lengths: list[int] = []  # of the conversation up to each call
+            for call in rollout.calls:
+                before = lengths[call.parent] if call.parent is not None and 0 <= call.parent < len(lengths) else 0
+                lengths.append(before + len(call.prompt) + len(call.tokens))
             if max(lengths, default=0) > max_context:
                 yield f"attempt {rollout.id} has {max(lengths)} tokens, more than sampler.max_context = {max_context}"
 
