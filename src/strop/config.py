@@ -109,6 +109,25 @@ class DeadlineSettings(Settings):
     checkpoint_seconds: Seconds = 900.0  # writing one checkpoint
 
 
+class HealthSettings(Settings):
+    """When a run is warned of as sick; what each signal means is said by `strop.training.health`.
+
+    Signals that look for a trend compare the last `window` steps with the stage's first ones.
+    """
+
+    window: Positive = 3  # steps that a signal must last, or is averaged over
+    mismatch_kl: Annotated[float, Field(gt=0)] = 0.05  # nats a token between sampler and learner
+    without_variance: Share = 0.9  # of groups
+    truncated: Share = 0.9  # of attempts
+    malformed: Share = 0.5  # of tool calls
+    failed: Share = 0.25  # of attempts, for reasons of the system
+    entropy_left: Share = 0.1  # of the entropy of the stage's first steps
+    length_factor: Annotated[float, Field(gt=1)] = 3.0  # times the length of the stage's first steps
+    gradient_factor: Annotated[float, Field(gt=1)] = 10.0  # times the median of the steps before
+    held_out_drop: Annotated[float, Field(gt=0)] = 0.05  # of the held-out score, while training reward rises as much
+    stop: list[str] = []  # signals that end the run (resumable) instead of warning
+
+
 class CheckpointSettings(Settings):
     """When the state is saved. The end of a stage always is."""
 
@@ -225,6 +244,7 @@ class Recipe(Settings):
     evaluation: EvaluationSettings = EvaluationSettings()
     costs: CostSettings = CostSettings()
     deadlines: DeadlineSettings = DeadlineSettings()
+    health: HealthSettings = HealthSettings()
     stages: Annotated[list[Stage], Field(min_length=1)]
 
     @model_validator(mode="after")

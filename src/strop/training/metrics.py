@@ -20,8 +20,15 @@ def batch_metrics(groups: Sequence[Group], version: int) -> Metrics:
     ages = [version - v for r in rollouts for call in r.calls for v in (call.versions[:1] + call.versions[-1:])]
     rewards = [[reward for reward in group.rewards if reward is not None] for group in groups]
     spreads = [pstdev(some) for some in rewards if len(some) > 1]
+    malformed = [
+        bool(call.get("problem"))
+        for r in rollouts
+        for message in r.transcript
+        for call in message.get("tool_calls") or ()
+    ]
     return {
         **attempt_metrics(rollouts),
+        **({"malformed_share": fmean(malformed)} if malformed else {}),
         "groups": float(len(groups)),
         "reward_std_in_group": fmean(spreads) if spreads else 0.0,
         "groups_without_variance": fmean(spread == 0 for spread in spreads) if spreads else 1.0,

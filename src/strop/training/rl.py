@@ -38,6 +38,8 @@ async def train_rl(stage: RLSettings, shop: Workshop, done: int) -> None:
             if batch.teaches:
                 metrics |= await shop.work(learner.forward_backward, batch, loss, stage.collect.temperature)
                 metrics |= await shop.work(learner.step, rate(step))  # publishes: every token keeps its own version
+                metrics |= shop.canary.heard()  # of the update before
+                shop.canary.ask()
             else:
                 run.warn(f"step {step + 1}: no group has any variance in its rewards, so there was nothing to learn from")
             collector.stepped(step)

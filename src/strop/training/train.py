@@ -14,6 +14,7 @@ from strop.errors import ConfigError, RunError
 from strop.models.load import check_model, load_model
 from strop.runs.reading import RunRecord
 from strop.runs.run import Run
+from strop.training.health import HealthWatch, check_signals
 from strop.training.workshop import Workshop, check_prompt
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ def check(recipe: Recipe) -> None:
 
     price_of(recipe.costs.machine, recipe.costs.usd_per_hour)
     check_model(recipe.model.name)
+    check_signals(recipe.health)
     if recipe.model.lora is not None:
         _need("peft", "model.lora", "strop[lora]")
     for stage in recipe.stages:
@@ -121,6 +123,7 @@ async def train(run: Run) -> dict[str, Any]:
     check(recipe)
     price = price_of(recipe.costs.machine, recipe.costs.usd_per_hour)
     run.watch()
+    run.listeners.append(HealthWatch(run).hear)
     with run.ledger.activity("setup"), run.waits.during("setting up", recipe.deadlines.setup_seconds):
         run.tell("progress", what=f"loading {recipe.model.name}", done=0, of=0)
         shop = build(run, load_model(recipe.model.name))

@@ -23,6 +23,7 @@ from strop.runs.run import Run, read_checkpoint_state
 from strop.runs.store import write_groups
 from strop.sampling.sampler import SamplingParams
 from strop.training.collector import TaskSource
+from strop.training.health import Canary
 
 if TYPE_CHECKING:
     from renderers.base import Renderer
@@ -39,11 +40,13 @@ class Workshop:
     Attributes:
         run: its directory.
         sampler, learner, renderer: the model.
+        canary: asked after every update whether the weights reached the sampler.
     """
 
     def __init__(self, run: Run, sampler: Sampler, learner: Learner, renderer: Renderer) -> None:
         self.run, self.recipe = run, run.recipe
         self.sampler, self.learner, self.renderer = sampler, learner, renderer
+        self.canary = Canary(sampler, renderer)
         self._environments: dict[str, Environment] = {}
 
     @property
