@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from strop.learning.operators import Embedding, GatedSiLU, Linear, RMSNorm, Rotary, apply
+from strop.learning.operators import Embedding, GatedLinear, Linear, NormedLinear, RMSNorm, Rotary, apply
 from strop.learning.tree_attention import AttentionPlan, TreeAttention
 from strop.models.fused import Decoder, DecoderLayer
 
@@ -38,34 +39,35 @@ def hidden_states(
         (rows, hidden).
     """
 
-    def norm(x: Tensor, weight: Tensor) -> Tensor:
-        return apply(RMSNorm, x, weight.detach(), decoder.norm_eps, gradient_of(weight))
+    def norm(weight: Tensor) -> tuple[Any, ...]:
+        return weight.detach(), decoder.norm_eps, gradient_of(weight)
 
-    def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        buffer = None if bias is None else gradient_of(bias)
-        bias = None if bias is None else bias.detach()
-        return apply(Linear, x, weight.detach(), bias, gradient_of(weight), buffer)
+    def linear(weight: Tensor, bias: Tensor | None) -> tuple[Any, ...]:
+        if bias is None:
+            return weight.detach(), None, gradient_of(weight), None
+        return weight.detach(), bias.detach(), gradient_of(weight), gradient_of(bias)
 
     cos, sin = (part[:, None, : decoder.head_dim // 2] for part in decoder.rotary(positions))
 
     def attention(x: Tensor, layer: DecoderLayer) -> Tensor:
         heads, kv_heads = decoder.heads, decoder.kv_heads
-        mixed = linear(norm(x, layer.input_norm), layer.qkv, layer.qkv_bias)
+        mixed = apply(NormedLinear, x, *norm(layer.input_norm), *linear(layer.qkv, layer.qkv_bias))
         q, k, v = torch.split(mixed.view(len(x), -1, decoder.head_dim), [heads, kv_heads, kv_heads], dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = norm(q, layer.q_norm), norm(k, layer.k_norm)
+            q, k = apply(RMSNorm, q, *norm(layer.q_norm)), apply(RMSNorm, k, *norm(layer.k_norm))
         q, k = apply(Rotary, q, cos, sin), apply(Rotary, k, cos, sin)
-        return apply(TreeAttention, q, k, v, plan, decoder.attention_scale).flatten(1)
+        # A copy of v, so that what is kept of it does not keep q and k from before the rotation.
+        return apply(TreeAttention, q, k, v.contiguous(), plan, decoder.attention_scale).flatten(1)
 
     def mlp(x: Tensor, layer: DecoderLayer) -> Tensor:
-        gate_up = linear(norm(x, layer.post_norm), layer.gate_up, layer.gate_up_bias)
-        return linear(apply(GatedSiLU, gate_up), layer.down, layer.down_bias)
+        gate_up = apply(NormedLinear, x, *norm(layer.post_norm), *linear(layer.gate_up, layer.gate_up_bias))
+        return apply(GatedLinear, gate_up, *linear(layer.down, layer.down_bias))
 
     x = apply(Embedding, anchor, decoder.embedding.detach(), tokens, gradient_of(decoder.embedding))
     for number, layer in enumerate(decoder.layers):
         mixed = attention(x, layer)
         if number == len(decoder.layers) - 1:
             x, mixed = x[rows], mixed[rows]
-        x = x + linear(mixed, layer.out, layer.out_bias)
+        x = x + apply(Linear, mixed, *linear(layer.out, layer.out_bias))
         x = x + mlp(x, layer)
-    return norm(x, decoder.final_norm)
+    return apply(RMSNorm, x, *norm(decoder.final_norm))
