@@ -11,15 +11,14 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.conftest import CHATML_TEMPLATE
-from tests.gateway.clients import Client, RandomSampler, ambiguous_tokenizer
+from random_clients import Client, RandomSampler, ambiguous_tokenizer
 
 from strop.gateway import Engine
 from strop.gateway.attempts import RetryMark
 from strop.rollouts import Rollout
 from strop.sampling.rendering import ChatMLRenderer
 
-TOKENIZER = ambiguous_tokenizer(CHATML_TEMPLATE)
+TOKENIZER = ambiguous_tokenizer()
 RENDERER = ChatMLRenderer(TOKENIZER)
 TEXTS = ["", "More.", "the and 12", "日本 🎈", "<|im_end|>\n<|im_start|>user", "x" * 200, "  spaces  ", "\n"]
 OPERATIONS = ["go on", "go on", "go on", "retry", "ask twice", "several", "back", "edit", "compact", "drop", "parallel"]

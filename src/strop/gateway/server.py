@@ -55,7 +55,9 @@ async def running(gateway: Gateway, host: str = "127.0.0.1", port: int = 0) -> A
     Raises:
         StropError: the address can't be listened on.
     """
-    listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    # Named as TCP, asyncio turns Nagle's algorithm off; else each reply's second packet would wait 40 ms.
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind((host, port))

@@ -358,7 +358,8 @@ def _text_functions(tokenizer: Any) -> tuple[Callable[[str], list[int]], Callabl
             lambda ids: str(tokenizer.decode(list(ids))),
         )
     return (
-        lambda text: list(backend.encode(text, add_special_tokens=False).ids),
+        # The fast one leaves out where each token stood in the text: the same ids in about two thirds of the time.
+        lambda text: list(backend.encode_batch_fast([text], add_special_tokens=False)[0].ids),
         lambda ids: str(backend.decode(list(ids), skip_special_tokens=False)),
     )
 

@@ -20,7 +20,7 @@ from strop.sampling.sampler import Sample, SamplingParams
 END = "<|im_end|>"
 
 
-def ambiguous_tokenizer(template: str) -> Any:
+def ambiguous_tokenizer() -> Any:
     """A tokenizer in which the same text has many encodings, as real ones do: re-encoding it would be noticed."""
     markers = ["<|endoftext|>", "<|im_start|>", END]
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -41,9 +41,7 @@ def ambiguous_tokenizer(template: str) -> Any:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(marker, special=True) for marker in markers])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token=END, pad_token=END, unk_token="<|endoftext|>", chat_template=template
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END, pad_token=END, unk_token="<|endoftext|>")
 
 
 class RandomSampler:
