@@ -128,6 +128,19 @@ class HealthSettings(Settings):
     stop: list[str] = []  # signals that end the run (resumable) instead of warning
 
 
+class DebugSettings(Settings):
+    """One half of the loop alone. Neither half evaluates."""
+
+    only: Literal["", "rollouts", "training"] = ""  # collect batches without training, or train without sampling
+    batches: str = ""  # the run whose stored batches are trained on (only = "training")
+
+    @model_validator(mode="after")
+    def _training_has_batches(self) -> Self:
+        if (self.only == "training") != bool(self.batches):
+            raise ValueError('batches names the run to train on, with only = "training" and with nothing else')
+        return self
+
+
 class CheckpointSettings(Settings):
     """When the state is saved. The end of a stage always is."""
 
@@ -245,6 +258,7 @@ class Recipe(Settings):
     costs: CostSettings = CostSettings()
     deadlines: DeadlineSettings = DeadlineSettings()
     health: HealthSettings = HealthSettings()
+    debug: DebugSettings = DebugSettings()
     stages: Annotated[list[Stage], Field(min_length=1)]
 
     @model_validator(mode="after")

@@ -163,13 +163,16 @@ class Policy:
                     f"stale update: made from weights version {base}, but the policy is at {self.version}; "
                     "publish updates one after another, each from the version before it"
                 )
-            if number <= self.version:
+            again = number == self.version and allow_unchanged  # what is loaded may be what is there
+            if number <= self.version and not again:
                 raise WeightsError(f"version {number} does not come after {self.version}: versions only rise")
             self._torn = f"writing weights version {number} broke off; restore a checkpoint"
             with torch.no_grad():
                 write()
             self._check_shared()
             fingerprint = self.fingerprint()
+            if again and fingerprint != self._fingerprint:
+                raise WeightsError(f"version {number} is there already, with other weights: restore a checkpoint")
             self._torn = ""
             if fingerprint == self._fingerprint and not allow_unchanged:
                 raise WeightsError(

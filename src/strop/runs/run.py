@@ -119,14 +119,7 @@ class Run:
         Raises:
             RunError: there is none, another process has it, or its configuration is damaged.
         """
-        try:
-            table = tomllib.loads((path / "config.toml").read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise RunError(f"{path} holds no run (no config.toml). `strop runs` lists those there are.") from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise RunError(f"{path}/config.toml is damaged: {error}.") from error
-        table.pop("versions", None)
-        return cls(path, parse_recipe(table), resumed=True)
+        return cls(path, read_recipe(path), resumed=True)
 
     # -- events -----------------------------------------------------------------------------------------------------
 
@@ -279,6 +272,22 @@ class Run:
             self.watchdog.close()
         self.events.close()
         os.close(self._lock)
+
+
+def read_recipe(path: Path) -> Recipe:
+    """What was asked of the run in a directory.
+
+    Raises:
+        RunError: there is none, or its configuration is damaged.
+    """
+    try:
+        table = tomllib.loads((path / "config.toml").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RunError(f"{path} holds no run (no config.toml). `strop runs` lists those there are.") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise RunError(f"{path}/config.toml is damaged: {error}.") from error
+    table.pop("versions", None)
+    return parse_recipe(table)
 
 
 def check_checkpoint(path: Path) -> Iterator[str]:

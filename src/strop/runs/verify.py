@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import json
 import math
-import tomllib
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from strop.config import Recipe, RLSettings, parse_recipe
+from strop.config import Recipe, RLSettings
 from strop.errors import RunError, StropError
 from strop.rollouts import Group
 from strop.runs import files
 from strop.runs.events import BadLine, read_lines
 from strop.runs.reading import RolloutFile, RunRecord
-from strop.runs.run import check_checkpoint
+from strop.runs.run import check_checkpoint, read_recipe
 from strop.runs.store import read_groups, read_state, rollout_from_dict
 from strop.runs.verify_attempts import (
     Problem,
@@ -97,7 +96,8 @@ class _Verification:
         yield from self._evaluations()
         if self.recipe is not None:
             yield from self._stages(self.recipe)
-            yield from self._steps(self.recipe)
+            if self.recipe.debug.only != "rollouts":
+                yield from self._steps(self.recipe)
             yield from self._checkpoints(self.recipe)
         yield from self._ledger()
         yield from self._summary()
@@ -109,13 +109,12 @@ class _Verification:
         return self.record.state == "finished"
 
     def _config(self) -> Iterator[Problem]:
-        try:
-            table = tomllib.loads((self.path / "config.toml").read_text(encoding="utf-8"))
-            table.pop("versions", None)
-            self.recipe = parse_recipe(table)
-        except FileNotFoundError:
+        if not (self.path / "config.toml").exists():
             yield Problem("config.toml", "is missing: what was asked of the run is not known")
-        except (ValueError, StropError) as error:
+            return
+        try:
+            self.recipe = read_recipe(self.path)
+        except StropError as error:
             yield Problem("config.toml", f"is damaged: {error}")
 
     # -- the log ----------------------------------------------------------------------------------------------------
@@ -307,7 +306,8 @@ class _Verification:
             for step in kept:
                 if not (self.path / "checkpoints" / f"{stage.name}-{step:06d}").is_dir():
                     yield Problem(f"checkpoints/{stage.name}-{step:06d}", "is missing, but events.jsonl records it")
-            if self._ended(stage.name) and stage.steps not in logged[stage.name]:
+            trains = recipe.debug.only != "rollouts"
+            if trains and self._ended(stage.name) and stage.steps not in logged[stage.name]:
                 yield Problem("events.jsonl", f"stage {stage.name} ended without a checkpoint of its last step")
         for folder in sorted((self.path / "checkpoints").glob("[!.]*")):
             yield from self._checkpoint(folder, logged)

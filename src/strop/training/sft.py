@@ -13,6 +13,32 @@ from strop.sampling.rendering import training_example
 from strop.training.workshop import Workshop
 
 
+class SFTUpdate:
+    """What a step of demonstrations does to the weights.
+
+    Args:
+        stage: the recipe's.
+        shop: whose learner it is.
+
+    Raises:
+        ConfigError: the environment has no demonstrations.
+    """
+
+    def __init__(self, stage: SFTSettings, shop: Workshop) -> None:
+        self.stage, self.shop = stage, shop
+        self._examples = demonstrations(stage, shop)
+        self._loss = make_loss([{"name": "cross_entropy"}])
+        self._rate = Schedule(steps=stage.steps, **stage.schedule.model_dump()).at
+
+    async def __call__(self, step: int) -> Metrics:
+        """Train on the step's demonstrations; gives its metrics."""
+        numbers = batch_numbers(self.stage, len(self._examples), step, self.shop.recipe.seed)
+        batch = pack_demonstrations([self._examples[number] for number in numbers])
+        learner = self.shop.learner
+        metrics = sft_metrics(await self.shop.work(learner.forward_backward, batch, self._loss, 1.0))
+        return metrics | await self.shop.work(learner.step, self._rate(step))
+
+
 async def train_sft(stage: SFTSettings, shop: Workshop, done: int) -> None:
     """Train a stage.
 
@@ -21,15 +47,9 @@ async def train_sft(stage: SFTSettings, shop: Workshop, done: int) -> None:
         shop: what it works with.
         done: steps that the loaded checkpoint holds already.
     """
-    run, learner = shop.run, shop.learner
-    examples = demonstrations(stage, shop)
-    loss = make_loss([{"name": "cross_entropy"}])
-    rate = Schedule(steps=stage.steps, **stage.schedule.model_dump()).at
+    update = SFTUpdate(stage, shop)
     for step in range(done, stage.steps):
-        batch = pack_demonstrations([examples[n] for n in batch_numbers(stage, len(examples), step, shop.recipe.seed)])
-        metrics = sft_metrics(await shop.work(learner.forward_backward, batch, loss, 1.0))
-        metrics |= await shop.work(learner.step, rate(step))
-        run.log_step(stage.name, step, metrics)
+        shop.run.log_step(stage.name, step, await update(step))
         await shop.evaluate_if_due(stage, step + 1)
         shop.checkpoint_if_due(stage, step + 1)
 

@@ -12,9 +12,11 @@ from strop.costs import price_of, summarise
 from strop.environments import load_environment
 from strop.errors import ConfigError, RunError
 from strop.models.load import check_model, load_model
+from strop.rollouts import derive_seed
 from strop.runs.reading import RunRecord
 from strop.runs.run import Run
 from strop.training.health import HealthWatch, check_signals
+from strop.training.replay import borrow_batches
 from strop.training.workshop import Workshop, check_prompt
 
 if TYPE_CHECKING:
@@ -86,6 +88,9 @@ def build(run: Run, loaded: Loaded) -> Workshop:
     dtype = None if recipe.model.dtype == "auto" else getattr(torch, recipe.model.dtype)
     model, settings = loaded.model, recipe.learner
     if recipe.model.lora is not None:
+        torch.manual_seed(
+            derive_seed(recipe.seed, "adapter")
+        )  # whoever resumes before a checkpoint begins with the same
         model = add_adapter(model, **recipe.model.lora.model_dump())
     masters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     policy = Policy(model, dtype=dtype)
@@ -122,6 +127,7 @@ async def train(run: Run) -> dict[str, Any]:
     recipe = run.recipe
     check(recipe)
     price = price_of(recipe.costs.machine, recipe.costs.usd_per_hour)
+    borrow_batches(run)
     run.watch()
     run.listeners.append(HealthWatch(run).hear)
     with run.ledger.activity("setup"), run.waits.during("setting up", recipe.deadlines.setup_seconds):
@@ -156,6 +162,8 @@ async def _stages(run: Run, shop: Workshop, reached: tuple[str, int] | None) -> 
     if not reached:
         await shop.evaluate(recipe.stages[0], "start", "", 0)
     for before, stage in list(zip([recipe.stages[0], *recipe.stages], recipe.stages, strict=False))[first:]:
+        if isinstance(stage, SFTSettings) and not shop.trains:
+            continue
         done = reached[1] if reached and reached[0] == stage.name else 0
         run.ledger.phase = stage.name
         if done == 0 and _scored_on(recipe, before) != _scored_on(recipe, stage):

@@ -15,7 +15,7 @@ from strop.agents.attempts import AttemptRunner
 from strop.agents.metrics import Metrics
 from strop.config import EnvironmentSettings, RLSettings, StageSettings
 from strop.environments import Environment, load_environment
-from strop.errors import ConfigError
+from strop.errors import ConfigError, EvaluationError
 from strop.evaluation import attempt_all, evaluation_of
 from strop.rollouts import Task, derive_seed
 from strop.runs.journal import Entry, Journal
@@ -48,6 +48,11 @@ class Workshop:
         self.sampler, self.learner, self.renderer = sampler, learner, renderer
         self.canary = Canary(sampler, renderer)
         self._environments: dict[str, Environment] = {}
+
+    @property
+    def trains(self) -> bool:
+        """Whether batches are trained on, or only collected."""
+        return self.recipe.debug.only != "rollouts"
 
     @property
     def version(self) -> int:
@@ -123,16 +128,19 @@ class Workshop:
             after: stage whose result is scored; "" at the start.
             step: steps done in it.
         """
-        asked = self.recipe.evaluation_of(stage)
-        if not asked.tasks or self.run.evaluation(name):
+        asked, file_name = self.recipe.evaluation_of(stage), name.replace(" ", "-")
+        journal_path = self.run.path / "rollouts" / f"evaluation-{file_name}.journal"
+        if not asked.tasks or self.recipe.debug.only:
+            return
+        if self.run.evaluation(name):
+            journal_path.unlink(missing_ok=True)  # a kill may have fallen between the two
             return
         environment = self.recipe.environment_of(stage)
         params = SamplingParams(max_tokens=environment.agent.max_tokens, temperature=asked.temperature)
         runner = self.runner(environment, params, self.recipe.deadlines.evaluation_attempt_seconds)
         tasks = self._environment(environment).tasks(asked.split)
         tasks = [tasks[number] for number in range(min(asked.tasks, len(tasks)))]
-        file_name = name.replace(" ", "-")
-        journal = Journal(self.run.path / "rollouts" / f"evaluation-{file_name}.journal")
+        journal = Journal(journal_path)
         finished = 0
 
         def keep(number: int, rollout: Any) -> None:
@@ -157,10 +165,14 @@ class Workshop:
                     on_finished=keep,
                 )
             with self.run.ledger.activity("records"):
+                try:
+                    record = evaluation_of(name, groups).as_record()
+                except EvaluationError:  # nothing was scored: whoever resumes begins it anew
+                    journal.close(remove=True)
+                    raise
                 path = self.run.path / "rollouts" / f"evaluation-{file_name}.parquet"
                 write_groups(path, [(group, "evaluation") for group in groups], {})
                 self.run.batch_stored(path)
-                record = evaluation_of(name, groups).as_record()
         self.run.log("evaluation", stage=after, step=step, flush=True, **record)
         self.run.log("cost", stage=after, step=step, ledger=self.run.ledger.snapshot())
         journal.close(remove=True)
@@ -175,6 +187,8 @@ class Workshop:
 
     def checkpoint_if_due(self, stage: StageSettings, steps: int) -> None:
         """Save within a stage, every so many steps, and at its end."""
+        if not self.trains:
+            return
         if steps == stage.steps or (stage.checkpoints.every and steps % stage.checkpoints.every == 0):
             self.run.checkpoint(stage.name, steps, self.learner.save, {"version": self.version})
 
