@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -179,3 +180,50 @@ async def test_without_a_sandbox_the_host_has_to_be_named(scripted_sampler: Call
     )
     with pytest.raises(ConfigError, match="sandbox"):
         await Program("true").run(TASK, Session(Games(), TASK, 1), conversation)
+
+
+class Boxed(Games):
+    """Gives each attempt a sandbox."""
+
+    def __init__(self, pool: Any) -> None:
+        super().__init__()
+        self.pool = pool
+
+    async def start(self, task: Task, seed: int) -> Session:
+        session = await super().start(task, seed)
+        session.sandbox = await self.pool.create()
+        return session
+
+
+async def test_in_a_sandbox_the_gateway_is_all_that_can_be_reached(
+    scripted_sampler: Callable[..., Any], chat_tokenizer: Any
+) -> None:
+    from strop.sandboxes import Image, LocalPool, probe
+
+    if (report := probe()).tier != "namespaces":
+        pytest.skip(f"no sandboxes here: {report}")
+    outside = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
+    port = outside.sockets[0].getsockname()[1]
+    agent = f"""{AGENT.removesuffix("sys.exit(3)" + chr(10))}
+import socket
+try: print(socket.create_connection(("127.0.0.1", {port}), 3))
+except OSError as error: print("refused")
+"""
+    sampler = scripted_sampler(["first<|im_end|>", "second<|im_end|>"])
+    async with outside, LocalPool(Image.host()) as pool:
+        environment = Boxed(pool)
+        runner = AttemptRunner(
+            environment=environment,
+            agent=Program(f"python3 -c {shlex.quote(agent)} {{prompt}}", files=("answer.txt",), seconds=60),
+            sampler=sampler,
+            renderer=renderer_for(chat_tokenizer, "some/folder"),
+            params=SamplingParams(max_tokens=40),
+            seconds=90,
+            ledger=Ledger(),
+            clock=time.monotonic,
+        )
+        rollout = await runner.run("g", 0, TASK, seed=1)
+    assert rollout.ending == Scored(1.0), environment.results
+    assert [call.parent for call in rollout.calls] == [None, 0]
+    assert environment.results[0].stdout.splitlines()[-1] == "refused"
+    assert environment.results[0].files == {"answer.txt": b"second"}

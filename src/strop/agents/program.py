@@ -124,14 +124,13 @@ class Program:
     def _place(self, session: Session) -> Place:
         if self.where == "host":
             return HostPlace()
-        sandbox = getattr(session, "sandbox", None)
-        if sandbox is None:
+        if session.sandbox is None:
             raise ConfigError(
                 "agent.where",
                 f"{type(session).__name__} gives an attempt no sandbox",
                 'Use an environment with sandboxes, or "host" if the program may do what it likes on this machine.',
             )
-        return SandboxPlace(sandbox)
+        return SandboxPlace(session.sandbox)
 
 
 def _shown(task: Task) -> dict[str, object]:

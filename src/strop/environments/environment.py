@@ -9,8 +9,12 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from strop.rollouts import Message, Rollout, Scored, Task
+
+if TYPE_CHECKING:
+    from strop.sandboxes.sandbox import Sandbox
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +53,12 @@ class Session:
     """One attempt's side of the environment: its tools' state and its score. Made by `Environment.start`.
 
     The base class has no tools and asks the environment for the score.
+
+    Attributes:
+        sandbox: where commands of this attempt run, an outside program that is the agent among them; None without one.
     """
+
+    sandbox: Sandbox | None = None
 
     def __init__(self, environment: Environment, task: Task, seed: int) -> None:
         self.environment, self.task, self.seed = environment, task, seed
