@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import orjson
-from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Route, Router
 
 from strop.errors import AttemptError, StropError
 from strop.gateway.admin import admin_routes
@@ -72,7 +71,8 @@ class Gateway:
             raise StropError(f"The model's name {model!r} has a slash; clients put it into URLs, so use another.")
         self.engine, self.model, self.access = engine, model, access
         self._responses: OrderedDict[tuple[str, str], list[Message]] = OrderedDict()
-        self.app = Starlette(routes=[*self._routes(""), *self._routes("/attempts/{attempt:path}"), *admin_routes(self)])
+        # A router and no more: endpoints answer their own errors, and each layer around it costs a call its time.
+        self.app = Router([*self._routes(""), *self._routes("/attempts/{attempt:path}"), *admin_routes(self)])
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """ASGI entry point."""
@@ -305,19 +305,27 @@ def as_json(content: Any, status: int = 200) -> Response:
     return Response(orjson.dumps(content), status, media_type="application/json")
 
 
-async def _unless_disconnected(http: HttpRequest, answering: Any) -> list[Answer]:
+async def _unless_disconnected(http: HttpRequest, answering: Awaitable[list[Answer]]) -> list[Answer]:
     """Answer, and stop as soon as nobody is there to read it."""
-    answer = asyncio.ensure_future(answering)
-    gone = asyncio.ensure_future(http.receive())
+    answerer = asyncio.current_task()
+    assert answerer is not None  # a coroutine runs in a task
+    gone = False
+
+    async def watch() -> None:
+        nonlocal gone
+        await http.receive()
+        gone = True
+        answerer.cancel()
+
+    watching = asyncio.create_task(watch())
     try:
-        await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not answer.done():
-            raise ClientDisconnect
-        return answer.result()  # type: ignore[no-any-return]
+        return await answering
+    except asyncio.CancelledError:
+        if gone and answerer.uncancel() == 0:
+            raise ClientDisconnect from None
+        raise
     finally:
-        gone.cancel()
-        if not answer.done():
-            answer.cancel()
+        watching.cancel()
 
 
 def _stream(events: Iterator[dict[str, Any]], named: bool) -> bytes:

@@ -124,7 +124,7 @@ class Attempt:
     retries: int = 0
     failed: asyncio.Event = field(default_factory=asyncio.Event)
     _reserved: int = 0
-    _running: set[asyncio.Task[Sample]] = field(default_factory=set)
+    _running: set[asyncio.Task[list[Answer]]] = field(default_factory=set)
     _asked: dict[Hashable, _Asked] = field(default_factory=dict)
     _siblings: dict[bytes, int] = field(default_factory=dict)
 
@@ -188,15 +188,13 @@ class Attempt:
             self.retries += 1
             return await known.answers()
         self._asked.pop(name, None)
-        self._asked[name] = request = _Asked(asyncio.create_task(answer()))
+        task = asyncio.create_task(answer())
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        self._asked[name] = request = _Asked(task)
         if len(self._asked) > _REMEMBERED:
             del self._asked[next(iter(self._asked))]
         return await request.answers()
-
-    def track(self, task: asyncio.Task[Sample]) -> None:
-        """Remember a call in flight, so that freezing ends it."""
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
 
     def fail(self, error: AttemptError) -> None:
         """The system failed one of its calls: the attempt can't be scored."""

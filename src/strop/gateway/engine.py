@@ -159,7 +159,7 @@ class Engine:
         granted = attempt.reserve(params.max_tokens)
         started = attempt.clock()
         try:
-            sample = await self._sample(attempt, prompt, replace(params, max_tokens=granted))
+            sample = await self._sample(prompt, replace(params, max_tokens=granted), attempt.deadline)
         finally:
             attempt.settle(granted)
         attempt.check_open()
@@ -171,13 +171,7 @@ class Engine:
         self.metrics.sampled(place, prompt, sample)
         return answer
 
-    async def _sample(self, attempt: Attempt, prompt: list[int], params: SamplingParams) -> Sample:
-        """Sample, in a task of its own that ends when the attempt does."""
-        task = asyncio.create_task(self._gated_sample(prompt, params, attempt.deadline))
-        attempt.track(task)
-        return await task
-
-    async def _gated_sample(self, prompt: list[int], params: SamplingParams, deadline: float | None) -> Sample:
+    async def _sample(self, prompt: list[int], params: SamplingParams, deadline: float | None) -> Sample:
         if self.paused:
             try:
                 async with asyncio.timeout(self.call_seconds):

@@ -65,7 +65,14 @@ async def running(gateway: Gateway, host: str = "127.0.0.1", port: int = 0) -> A
         listening.close()
         raise StropError(f"The gateway can't listen on {host}, port {port}: {error}. Choose another port.") from error
     config = uvicorn.Config(
-        gateway, lifespan="off", log_level="warning", access_log=False, backlog=_BACKLOG, ws="none", server_header=False
+        gateway,
+        lifespan="off",
+        log_level="warning",
+        access_log=False,
+        backlog=_BACKLOG,
+        ws="none",
+        server_header=False,
+        proxy_headers=False,
     )
     server = _Server(config)
     serving = asyncio.create_task(server.serve(sockets=[listening]))
