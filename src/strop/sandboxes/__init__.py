@@ -8,6 +8,10 @@
 `strop.sandboxes.client` carry it over HTTP. `probe()` says what this machine can do and what it lacks.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from strop.sandboxes.blocking import BlockingPool, BlockingSandbox
 from strop.sandboxes.cgroups import remove_stale
 from strop.sandboxes.errors import (
@@ -36,6 +40,24 @@ from strop.sandboxes.sandbox import (
     Snapshot,
 )
 
+if TYPE_CHECKING:
+    from strop.sandboxes.client import RemotePool
+    from strop.sandboxes.server import serve
+
+
+def __getattr__(name: str) -> Any:
+    """What needs an HTTP library is loaded when it is asked for."""
+    if name == "RemotePool":
+        from strop.sandboxes.client import RemotePool
+
+        return RemotePool
+    if name == "serve":
+        from strop.sandboxes.server import serve
+
+        return serve
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 __all__ = [
     "BlockingPool",
     "BlockingSandbox",
@@ -52,6 +74,7 @@ __all__ = [
     "LocalSnapshot",
     "Process",
     "PythonSession",
+    "RemotePool",
     "Report",
     "ResourceExhausted",
     "Sandbox",
@@ -64,4 +87,5 @@ __all__ = [
     "Snapshot",
     "probe",
     "remove_stale",
+    "serve",
 ]

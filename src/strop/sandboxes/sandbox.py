@@ -191,7 +191,10 @@ class Process(Protocol):
 class ShellSession(Protocol):
     """A shell that keeps its directory, variables and functions from line to line. One line at a time."""
 
-    cwd: str
+    @property
+    def cwd(self) -> str:
+        """Where it was after the last line."""
+        ...
 
     async def run(self, line: str, *, timeout: float | None = None) -> ExecResult:
         """Run a line, or several. When time is over what it started is killed; the shell itself only if it does not
@@ -233,8 +236,15 @@ class Snapshot(Protocol):
 class Sandbox(Protocol):
     """An isolated place where commands run. All methods raise `SandboxFailure` if the place itself fails."""
 
-    id: str
-    labels: Mapping[str, str]
+    @property
+    def id(self) -> str:
+        """Unique on its machine."""
+        ...
+
+    @property
+    def labels(self) -> Mapping[str, str]:
+        """What its maker wrote on it."""
+        ...
 
     async def exec(
         self,
