@@ -38,5 +38,8 @@ bench: setup
 bench-peers: setup
 	bash benchmarks/peers/setup.sh
 
+chaos: setup
+	$(BIN)/python checks/chaos.py --kills 200
+
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info

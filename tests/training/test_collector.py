@@ -38,7 +38,7 @@ class ScriptedRunner:
     version: int = 0
     chaos: random.Random = field(default_factory=lambda: random.Random(0))
     started: Counter[str] = field(default_factory=Counter)
-    finished: Counter[str] = field(default_factory=Counter)
+    scored: Counter[str] = field(default_factory=Counter)
 
     async def run(self, group_id: str, member: int, task: Task, seed: int, tries: int = 1) -> Rollout:
         rollout = Rollout(f"{group_id}/{member}", task.id, task.environment, member, 0, tries=tries)
@@ -56,7 +56,7 @@ class ScriptedRunner:
             rollout.ending = Failed(FailureKind.SANDBOX, "the sandbox died")
         else:
             rollout.ending = Scored(float(draw.randint(0, 1)), {"length": float(len(tokens))}, None)
-        self.finished[rollout.id] += 1
+            self.scored[rollout.id] += 1
         return rollout
 
 
@@ -138,33 +138,42 @@ def test_synchronous_batches_do_not_depend_on_who_finishes_first(tmp_path_factor
     assert seen[0] == seen[1]
 
 
-@given(chaos=st.integers(0, 10**6), staleness=st.integers(0, 2), killed_after=st.floats(0.001, 0.08))
+@given(
+    chaos=st.integers(0, 10**6),
+    staleness=st.integers(0, 2),
+    kills=st.lists(st.floats(0.001, 0.05), min_size=1, max_size=3),
+    failing=st.sampled_from([0.0, 0.3]),
+)
 @settings(max_examples=40, deadline=None)
-def test_what_finished_before_a_kill_is_taken_up_and_not_made_again(tmp_path_factory, chaos, staleness, killed_after):
-    settings = CollectSettings(**{**COLLECT, "staleness": staleness})
+def test_what_finished_before_a_kill_is_taken_up_and_not_made_again(tmp_path_factory, chaos, staleness, kills, failing):
+    """Whatever is killed and however often: nothing is made twice, and staleness stays in its bound."""
+    settings = CollectSettings(**{**COLLECT, "staleness": staleness, "retries": 30})
     whole = Run.create(tmp_path_factory.mktemp("run") / "r", parse_recipe(RECIPE))
     expected = asyncio.run(collect(whole, ScriptedRunner(), settings, 4))
-    path = tmp_path_factory.mktemp("run") / "r"
-    run, runner = Run.create(path, parse_recipe(RECIPE)), ScriptedRunner(chaos=random.Random(chaos))
+    path, finished = tmp_path_factory.mktemp("run") / "r", Counter()
+    Run.create(path, parse_recipe(RECIPE)).close()
 
-    async def until_killed() -> None:
+    async def until_killed(run: Run, runner: ScriptedRunner, seconds: float) -> None:
         with pytest.raises(TimeoutError):
-            async with asyncio.timeout(killed_after):
+            async with asyncio.timeout(seconds):
                 await collect(run, runner, settings, 4)
                 raise TimeoutError  # it was done before the kill
 
-    asyncio.run(until_killed())
-    run.close()
-    again = Run.resume(path)
-    after = ScriptedRunner(chaos=random.Random(chaos + 1))
+    for number, seconds in enumerate(kills):
+        run, runner = Run.resume(path), ScriptedRunner(failing, chaos=random.Random(chaos + number))
+        asyncio.run(until_killed(run, runner, seconds))
+        run.close()
+        assert not finished & runner.started, "an attempt that had finished was made again"
+        finished += runner.scored
+    again, after = Run.resume(path), ScriptedRunner(failing, chaos=random.Random(chaos + 9))
     batches = asyncio.run(collect(again, after, settings, 4))
-    made_twice = runner.finished & after.started
-    assert not made_twice, "an attempt that had finished was made again"
+    assert not finished & after.started, "an attempt that had finished was made again"
     if staleness == 0:
         assert [identity(b) for b in batches] == [identity(b) for b in expected]
-    assert len({r.id for b in batches for g in b for r in g.rollouts}) == sum(
-        len(g.rollouts) for b in batches for g in b
-    )
+    for step, batch in enumerate(batches):
+        ages = [step - v for g in batch for r in g.rollouts for call in r.calls for v in call.versions]
+        assert all(0 <= age <= staleness for age in ages)
+    assert max(Counter(rollout.id for rollout in every_attempt(again)).values()) == 1
     again.close()
 
 

@@ -86,7 +86,7 @@ def test_the_tokens_of_an_attempt_are_computed_again(whole):
 
 
 def test_what_was_not_trained_is_refused(whole):
-    with pytest.raises(RunError, match="no step 5.*warmup 1 to 2, rl 1 to 4"):
+    with pytest.raises(RunError, match=r"no step 5.*warmup 1 to 2, rl 1 to 4"):
         asyncio.run(replay_step(whole, 5))
     with pytest.raises(RunError, match="trained on demonstrations"):
         asyncio.run(replay_step(whole, 1, stage="warmup", attempt=0))
@@ -134,7 +134,7 @@ def test_training_alone_needs_all_its_batches(whole, model, tmp_path):
     (tmp_path / "few" / "rollouts").mkdir(parents=True)
     shutil.copy(whole / "rollouts" / "rl-000000.parquet", tmp_path / "few" / "rollouts")
     asked = recipe(model, debug={"only": "training", "batches": str(tmp_path / "few")})
-    with pytest.raises(ConfigError, match="has the batches of 1 steps of rl. At most 1 steps"):
+    with pytest.raises(ConfigError, match=r"has the batches of 1 steps of rl. At most 1 steps"):
         train_in(tmp_path / "r", asked)
     with pytest.raises(ConfigError, match="batches names the run"):
         recipe(model, debug={"only": "training"})
