@@ -2,8 +2,8 @@
 
 Batch invariance: what a token's logits are depends, bit for bit, on the tokens before it and the weights alone, not on
 what is computed beside it, in which row, or in how many pieces. Every kernel here computes a row of its result from a
-row of its input by one order of operations: linear layers through oneDNN with packed weights; attention over a fixed
-grid of keys, where hidden keys add exact zeros; norms and softmax along contiguous rows. In fp32 matrix products of
+row of its input by one order of operations: linear layers through oneDNN with packed weights; attention token by token
+in C, or where that isn't built over a fixed grid of keys, where hidden keys add exact zeros; norms along contiguous rows. In fp32 matrix products of
 few rows would go through other kernels, so that rows are filled up and values summed block by block.
 """
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from strop.models.fused import Decoder, DecoderLayer
+from strop.sampling.kernels import cached_attention, supports
 from strop.sampling.kv_cache import KeyValueCache
 
 #: Keys are computed in whole blocks of this many: a multiple of every vector width.
@@ -73,14 +74,17 @@ class FusedPass:
         cache: where keys and values are; its context is whole blocks.
         packed: keep a second copy of the matrices in oneDNN's own layout: a fifth faster at 64 rows, twice the memory;
             `pack` must follow every change of the weights. fp32 always packs, for batch invariance.
+        native: attention in C, where it is built and takes this decoder's sizes.
     """
 
-    def __init__(self, decoder: Decoder, cache: KeyValueCache, packed: bool = True) -> None:
+    def __init__(self, decoder: Decoder, cache: KeyValueCache, packed: bool = True, native: bool = True) -> None:
         self.decoder, self.cache = decoder, cache
         self.dtype, device = decoder.embedding.dtype, decoder.embedding.device
         on_cpu = device.type == "cpu" and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         self.packed = on_cpu and (packed or self.dtype == torch.float32)
         context = cache.keys[0].shape[2]
+        fits = supports(decoder.heads, decoder.kv_heads, decoder.head_dim, context)
+        self.native = native and fits and device.type == "cpu" and self.dtype in (torch.bfloat16, torch.float32)
         cos, sin = decoder.rotary(torch.arange(context, device=device))
         half = decoder.head_dim // 2
         self._cos, self._sin = cos[:, None, :half].contiguous(), sin[:, None, :half].contiguous()
@@ -106,7 +110,7 @@ class FusedPass:
         Returns:
             (wanted, vocab) in the compute dtype, in the order of `decoding`, then `prefill`.
         """
-        groups = _groups(decoding)
+        groups = [list(range(len(decoding)))] if self.native else _groups(decoding)
         order = [number for group in groups for number in group]
         pieces = [*(decoding[number] for number in order), *prefill]
         device = self._cos.device
@@ -115,7 +119,7 @@ class FusedPass:
         rows = torch.tensor([piece.row for piece in pieces], device=device).repeat_interleave(counts)
         places = [piece.start + number for piece in pieces for number in range(len(piece.tokens))]
         positions = torch.tensor(places, device=device)
-        together = [*self._decoding(decoding, groups), *self._prefill(prefill, len(decoding))]
+        together = [] if self.native else [*self._decoding(decoding, groups), *self._prefill(prefill, len(decoding))]
         hidden = self._layers(tokens, rows, positions, together)
         wanted = sorted(range(len(order)), key=order.__getitem__)
         wanted += [number for number in range(len(order), len(pieces)) if pieces[number].wanted]
@@ -135,6 +139,8 @@ class FusedPass:
             q, k = self._rotated(qkv[:, : heads + kv_heads], layer, cos, sin)
             keys[rows, :, positions] = k
             values[rows, :, positions] = qkv[:, heads + kv_heads :]
+            if self.native:
+                cached_attention(q, keys, values, rows, positions, decoder.attention_scale, mixed)
             for group in together:
                 self._attend(q[group.queries], keys, values, group, mixed[group.queries])
             x = x + self._linear(mixed.flatten(1), layer.out, layer.out_bias)
