@@ -73,29 +73,6 @@ class Answer:
 
 
 @dataclass(slots=True)
-class _Asked:
-    """A request that was answered or is being answered, so that a retry of it is known as one."""
-
-    task: asyncio.Task[list[Answer]]
-    waiting: int = 0
-
-    async def answers(self) -> list[Answer]:
-        """Wait for them. When nobody waits any more, nothing is sampled any more."""
-        self.waiting += 1
-        try:
-            return await asyncio.shield(self.task)
-        finally:
-            self.waiting -= 1
-            if self.waiting == 0 and not self.task.done():
-                self.task.cancel()
-
-    @property
-    def gave_up(self) -> bool:
-        """Whether there is no answer to give again."""
-        return self.task.done() and (self.task.cancelled() or self.task.exception() is not None)
-
-
-@dataclass(slots=True)
 class Attempt:
     """One attempt that an outside agent makes through the gateway.
 
@@ -124,8 +101,8 @@ class Attempt:
     retries: int = 0
     failed: asyncio.Event = field(default_factory=asyncio.Event)
     _reserved: int = 0
-    _running: set[asyncio.Task[list[Answer]]] = field(default_factory=set)
-    _asked: dict[Hashable, _Asked] = field(default_factory=dict)
+    _running: set[asyncio.Task[Any]] = field(default_factory=set)
+    _asked: dict[Hashable, asyncio.Future[list[Answer]]] = field(default_factory=dict)
     _siblings: dict[bytes, int] = field(default_factory=dict)
 
     @property
@@ -183,18 +160,32 @@ class Attempt:
             answer: answers it.
         """
         name = asked if mark.key is None else mark.key
-        known = self._asked.get(name)
-        if known is not None and mark.may_repeat and not known.gave_up:
-            self.retries += 1
-            return await known.answers()
+        if mark.may_repeat and (known := await self._answered_before(name)) is not None:
+            return known
+        task = asyncio.current_task()
+        assert task is not None  # a coroutine runs in a task
+        promise: asyncio.Future[list[Answer]] = asyncio.get_running_loop().create_future()
         self._asked.pop(name, None)
-        task = asyncio.create_task(answer())
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
-        self._asked[name] = request = _Asked(task)
+        self._asked[name] = promise
         if len(self._asked) > _REMEMBERED:
             del self._asked[next(iter(self._asked))]
-        return await request.answers()
+        self._running.add(task)
+        try:
+            answers = await answer()
+            promise.set_result(answers)
+            return answers
+        finally:
+            self._running.discard(task)
+            promise.cancel()  # unless it was kept
+
+    async def _answered_before(self, name: Hashable) -> list[Answer] | None:
+        """The answers of the request of this name, if there is one and whoever sent it first did not give up."""
+        known = self._asked.get(name)
+        if known is None or known.cancelled():
+            return None
+        self.retries += 1
+        await asyncio.wait([known])
+        return None if known.cancelled() else known.result()
 
     def fail(self, error: AttemptError) -> None:
         """The system failed one of its calls: the attempt can't be scored."""

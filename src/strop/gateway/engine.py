@@ -127,7 +127,8 @@ class Engine:
         try:
             return await attempt.once(asked, request.mark, lambda: self._replies(request, attempt, place, opening))
         except asyncio.CancelledError:
-            if attempt.frozen and not _cancelling():
+            task = asyncio.current_task()
+            if attempt.frozen and task is not None and task.uncancel() == 0:  # nobody but `freeze` cancelled it
                 attempt.check_open()  # says that it is over
             raise
         except AttemptError as error:
@@ -276,11 +277,6 @@ def _written(arguments: dict[str, Any]) -> str:
 
 def _shown(raw: str) -> str:
     return raw if raw.lstrip().startswith("<") else f"<tool_call>{raw}</tool_call>"
-
-
-def _cancelling() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
 
 
 async def _all(coroutines: list[Coroutine[Any, Any, Answer]]) -> list[Answer]:
