@@ -1,9 +1,15 @@
 """How the model acts on a task: a single reply, or a loop of tool calls."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from strop.agents.agent import Agent
 from strop.agents.single_reply import SingleReply
 from strop.agents.tool_loop import ToolLoop
-from strop.config import AgentSettings
+
+if TYPE_CHECKING:  # settings are pydantic models, which take a fifth of a second to import
+    from strop.config import AgentSettings
 
 
 def make_agent(asked: AgentSettings) -> Agent:
