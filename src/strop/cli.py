@@ -18,8 +18,10 @@ app = typer.Typer(
 )
 model_app = typer.Typer(help="Models on this machine.", no_args_is_help=True)
 env_app = typer.Typer(help="Environments.", no_args_is_help=True)
+sandbox_app = typer.Typer(help="Places where model-written code runs.", no_args_is_help=True)
 app.add_typer(model_app, name="model")
 app.add_typer(env_app, name="env")
+app.add_typer(sandbox_app, name="sandbox")
 
 Runs = Annotated[Path, typer.Option("--runs", help="Folder that holds the runs.")]
 Set = Annotated[
@@ -185,6 +187,71 @@ def cost(
 
 
 @app.command()
+def verify(
+    run: Annotated[str, typer.Argument(help="A run's name or directory.")],
+    runs: Runs = Path("runs"),
+) -> None:
+    """Check every file, checksum and rule of a run, and say what is broken."""
+    from strop.runs.reading import open_run
+    from strop.runs.verify import show_verification
+
+    _print_and_exit(show_verification(open_run(run, runs).path))
+
+
+@app.command()
+def replay(
+    run: Annotated[str, typer.Argument(help="A run's name or directory.")],
+    step: Annotated[int, typer.Option(help="The step to train again, from the checkpoint before it.")],
+    stage: Annotated[str | None, typer.Option(help="Stage of the step; the last one by default.")] = None,
+    attempt: Annotated[
+        int | None, typer.Option(help="Compare this attempt's log-probabilities token by token.")
+    ] = None,
+    runs: Runs = Path("runs"),
+) -> None:
+    """Do a stored step again in the learner, and compare its loss and weights with what was recorded."""
+    import asyncio
+
+    from strop.runs.reading import open_run
+    from strop.training.replay import replay_step, show_replay
+
+    path = open_run(run, runs).path
+    _print_and_exit(show_replay(asyncio.run(replay_step(path, step, stage=stage, attempt=attempt))))
+
+
+@app.command()
+def serve(
+    model: Annotated[str, typer.Argument(help="A start model, a folder (a checkpoint too), or a hub name.")],
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port; 0 takes a free one.")] = 8000,
+    name: Annotated[str | None, typer.Option(help="What clients call the model; default the folder's name.")] = None,
+    slots: Annotated[int, typer.Option(help="Sequences decoded at once.")] = 64,
+    max_context: Annotated[int, typer.Option(help="Tokens of a whole conversation.")] = 2048,
+) -> None:
+    """Serve a model over the OpenAI and Anthropic APIs."""
+    from strop import console
+
+    console.serve_model(model, host=host, port=port, name=name, slots=slots, max_context=max_context)
+
+
+@sandbox_app.command("serve")
+def sandbox_serve(
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; one that is not loopback needs a token.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port; 0 takes a free one.")] = 8787,
+    token: Annotated[
+        str | None, typer.Option(envvar="STROP_SANDBOX_TOKEN", help="What clients must bear; default a random one.")
+    ] = None,
+    warm: Annotated[int, typer.Option(help="Sandboxes kept ready.")] = 0,
+    max_live: Annotated[int, typer.Option(help="Most sandboxes at once.")] = 4096,
+) -> None:
+    """Serve this machine's sandboxes over HTTP."""
+    from strop import console
+
+    console.serve_sandboxes(host=host, port=port, token=token, warm=warm, max_live=max_live)
+
+
+@app.command()
 def doctor() -> None:
     """Say what this machine can do, what is missing, and the command that mends it."""
     from strop.doctor import diagnose, show_findings
@@ -234,3 +301,9 @@ def _print(renderable: Any) -> None:
     from rich.console import Console
 
     Console().print(renderable)
+
+
+def _print_and_exit(shown: tuple[Any, int]) -> None:
+    """Print the first and exit with the second."""
+    _print(shown[0])
+    raise typer.Exit(shown[1])

@@ -270,3 +270,48 @@ def fetch_model(name: str) -> Path:
 
     with console.status(f"fetching {name}") as status:
         return get_start_model(name, lambda what, share: status.update(f"{name}: {what} {share:.0%}"))
+
+
+def serve_model(model: str, *, host: str, port: int, name: str | None, slots: int, max_context: int) -> None:
+    """Serve a model over HTTP until Ctrl-C.
+
+    Raises:
+        StropError: the model can't be loaded, or the gateway's packages are missing.
+    """
+    from strop.gateway import serve
+    from strop.models.load import load_model
+    from strop.models.policy import Policy
+    from strop.sampling.embedded import EmbeddedSampler
+    from strop.sampling.rendering import renderer_for
+
+    with console.status(f"loading {model}"):
+        loaded = load_model(model)
+        sampler = EmbeddedSampler(Policy(loaded.model), loaded.tokenizer, slots=slots, max_context=max_context)
+        renderer = renderer_for(loaded.tokenizer, loaded.source)
+    known = name or Path(model).name
+
+    def ready(url: str) -> None:
+        console.print(f"{known} is served at {url} (OpenAI: {url}/v1, Anthropic: {url}). Ctrl-C ends it.")
+
+    _until_ended(serve(sampler, renderer, loaded.tokenizer, known, host=host, port=port, on_ready=ready))
+
+
+def serve_sandboxes(*, host: str, port: int, token: str | None, warm: int, max_live: int) -> None:
+    """Serve sandboxes over HTTP until Ctrl-C.
+
+    Raises:
+        StropError: this machine can't, or an open address has no token.
+    """
+    from strop.sandboxes.server import serve
+
+    def ready(url: str, bearer: str) -> None:
+        console.print(f"Sandboxes are served at {url}; bearer token: {bearer}. Ctrl-C ends it.")
+
+    _until_ended(serve(host=host, port=port, token=token, warm=warm, max_live=max_live, on_ready=ready))
+
+
+def _until_ended(work: Any) -> None:
+    try:
+        run_until_interrupted(work)
+    except KeyboardInterrupt:
+        console.print("Ended.")
