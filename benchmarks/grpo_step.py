@@ -50,6 +50,7 @@ class Numbers(Environment):
 RECIPE: dict[str, Any] = {
     "name": "grpo-step",
     "environment": {"name": f"{HERE / 'grpo_step.py'}:Numbers", "agent": {"max_tokens": task.MAX_TOKENS}},
+    "sampler": {"max_context": 256},
     "evaluation": {"tasks": 0},
     "stages": [
         {

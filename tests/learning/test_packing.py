@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from strop.errors import BatchError
 from strop.learning import Batch, make_advantage, pack, pack_demonstrations
 from strop.learning.microbatches import split_batch
-from strop.learning.prefix_tree import build_tree
+from strop.learning.prefix_tree import build_tree, tree_size
 from strop.rollouts import Failed, FailureKind, FinishReason, Group, ModelCall, Rollout, Scored, Task
 
 CENTRED = make_advantage({"name": "grpo", "divide_by_std": False})
@@ -153,10 +153,10 @@ def test_values_for_too_few_tokens_are_refused():
 sequences = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=10)
 
 
-@given(sequences, st.integers(0, 2**32 - 1))
-def test_a_prefix_tree_keeps_every_sequence_and_shares_every_prefix(rows, seed):
-    groups = np.sort(np.random.default_rng(seed).integers(0, 3, len(rows))).tolist()
-    tree = build_tree([np.array(row, dtype=np.int32) for row in rows], groups)
+@given(sequences)
+def test_a_prefix_tree_keeps_every_sequence_and_shares_every_prefix(rows):
+    arrays = [np.array(row, dtype=np.int32) for row in rows]
+    tree = build_tree(arrays)
     for row, path in zip(rows, tree.paths, strict=True):
         assert tree.tokens[path].tolist() == row
         assert tree.positions[path].tolist() == list(range(len(row)))
@@ -164,8 +164,8 @@ def test_a_prefix_tree_keeps_every_sequence_and_shares_every_prefix(rows, seed):
         for depth, node in enumerate(path):
             seen = np.flatnonzero((np.arange(len(tree.tokens)) <= node) & (node < tree.end))
             assert seen.tolist() == path[: depth + 1].tolist()
-    distinct = {(g, tuple(row[:n])) for g, row in zip(groups, rows, strict=True) for n in range(1, len(row) + 1)}
-    assert len(tree.tokens) == len(distinct)
+    distinct = {tuple(row[:n]) for row in rows for n in range(1, len(row) + 1)}
+    assert len(tree.tokens) == len(distinct) == tree_size(arrays)
 
 
 @given(st.integers(0, 1000), st.integers(50, 200), st.booleans())
@@ -178,6 +178,15 @@ def test_a_split_keeps_to_its_budget_and_loses_no_token(seed, budget, shared):
         padded = len(part.sequences) * max(len(path) for path in part.tree.paths)
         assert (len(part.tree.tokens) if shared else padded) <= budget
         np.testing.assert_array_equal(part.pair_tokens[part.pair], batch.tokens[part.trained])
+
+
+def test_what_all_tasks_begin_with_is_computed_once():
+    """Whatever their groups: a system message, and tools."""
+    system = list(range(3, 43))
+    batch = pack_demonstrations([([*system, 50 + n, 60 + n], [False] * 41 + [True]) for n in range(5)])
+    assert len(set(batch.groups.tolist())) == 5
+    (part,) = split_batch(batch, 45, np.arange(5))
+    assert len(part.tree.tokens) == 40 + 5
 
 
 def test_a_sequence_over_the_budget_says_what_to_change():

@@ -30,8 +30,7 @@ class Batch:
         sampler_logprobs: (tokens,) float32, as recorded when sampled; 0 where not trained.
         versions: (tokens,) int32 weight version that sampled the token; -1 where none did.
         lengths: (sequences,) int64 number of tokens of each.
-        groups: (sequences,) int64 number of the group each belongs to; sequences of a group are neighbours and share
-            the work on common prefixes.
+        groups: (sequences,) int64 number of the group each belongs to; sequences of a group are neighbours.
         rollouts: id of the rollout each sequence is a branch of.
         extras: further per-token values by name, (tokens, …) float32: "reference_logprobs", "proximal_logprobs" …
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from strop.errors import BatchError
 from strop.learning.batch import Batch
-from strop.learning.prefix_tree import Ints, PrefixTree, build_tree
+from strop.learning.prefix_tree import Ints, PrefixTree, build_tree, lexicographic, tree_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ def split_batch(
     """
     counts = batch.trained_counts
     cut = {int(number): _predicting(batch, int(number)) for number in chosen if counts[number]}
-    size = _shared_size(batch, cut) if shared else _padded_size(cut)
+    size = partial(_shared_size, cut) if shared else partial(_padded_size, cut)
     parts: list[list[int]] = []
     for group in dict.fromkeys(int(batch.groups[number]) for number in cut):
         members = [number for number in cut if batch.groups[number] == group]
@@ -74,27 +75,14 @@ def split_batch(
     return [_lay_out(batch, cut, sorted(part)) for part in parts]
 
 
-def _shared_size(batch: Batch, cut: dict[int, NDArray[np.int32]]) -> Callable[[list[int]], int]:
-    """Number of tokens once the sequences of each group share their common prefixes."""
-    known: dict[tuple[int, ...], int] = {}
-
-    def of_group(members: tuple[int, ...]) -> int:
-        if members not in known:
-            known[members] = len(build_tree([cut[number] for number in members], [0] * len(members)).tokens)
-        return known[members]
-
-    def size(members: list[int]) -> int:
-        groups: dict[int, list[int]] = {}
-        for number in members:
-            groups.setdefault(int(batch.groups[number]), []).append(number)
-        return sum(of_group(tuple(group)) for group in groups.values())
-
-    return size
+def _shared_size(cut: dict[int, NDArray[np.int32]], members: list[int]) -> int:
+    """Number of tokens once common prefixes are shared."""
+    return tree_size([cut[number] for number in members])
 
 
-def _padded_size(cut: dict[int, NDArray[np.int32]]) -> Callable[[list[int]], int]:
+def _padded_size(cut: dict[int, NDArray[np.int32]], members: list[int]) -> int:
     """Number of tokens once all have the length of the longest."""
-    return lambda members: len(members) * max(len(cut[number]) for number in members)
+    return len(members) * max(len(cut[number]) for number in members)
 
 
 def _predicting(batch: Batch, number: int) -> NDArray[np.int32]:
@@ -109,7 +97,7 @@ def _split_group(
 ) -> list[list[int]]:
     """Fill parts one after another, in lexicographic order, so that neighbours share much."""
     parts: list[list[int]] = []
-    for number in sorted(members, key=lambda member: cut[member].astype(">u4").tobytes()):
+    for number in (members[place] for place in lexicographic([cut[number] for number in members])):
         if len(cut[number]) > budget:
             raise _too_long(
                 f"an attempt ({batch.rollouts[number]}) has {len(cut[number])} tokens", len(cut[number]), budget
@@ -129,7 +117,7 @@ def _too_long(what: str, size: int, budget: int) -> BatchError:
 
 
 def _lay_out(batch: Batch, cut: dict[int, NDArray[np.int32]], sequences: list[int]) -> MicroBatch:
-    tree = build_tree([cut[number] for number in sequences], [int(batch.groups[number]) for number in sequences])
+    tree = build_tree([cut[number] for number in sequences])
     trained, sequence, nodes = [], [], []
     for local, number in enumerate(sequences):
         span = batch.span(number)
