@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +11,19 @@ import pytest
 import tiny
 
 from strop.errors import BatchError
-from strop.learning import Batch, Learner, make_loss
+from strop.learning import Batch, Component, Learner, Loss, make_loss
 
 MakeLearner = Callable[[], Learner]
 LOSS = make_loss([{"name": "ppo_clip"}])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Imitation(Component):
+    """A component that needs what no batch here carries."""
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({"teacher_logprobs"})
 
 
 def train(learner: Learner, steps: range, rate: float = 1e-2) -> None:
@@ -66,8 +76,8 @@ def check_refusals(make: MakeLearner) -> None:
     flat = Batch(**{**vars(batch), "advantages": np.zeros_like(batch.advantages)})
     assert learner.forward_backward(flat, LOSS)["skipped"] == 1
     assert learner.step(1e-2)["skipped"] == 1
-    with pytest.raises(BatchError, match="reference_logprobs"):
-        learner.forward_backward(batch, make_loss([{"name": "kl"}]))
+    with pytest.raises(BatchError, match="teacher_logprobs"):
+        learner.forward_backward(batch, Loss((("imitation", 1.0, Imitation()),)))
     assert learner.step(1e-2)["skipped"] == 1
     np.testing.assert_array_equal(learner.logprobs(batch), before)
     assert learner.version == 0

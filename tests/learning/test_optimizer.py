@@ -163,3 +163,34 @@ def test_a_damaged_checkpoint_is_refused(tmp_path, chat_tokenizer):
     with pytest.raises(ModelError, match="earlier"):
         EmbeddedLearner(tiny.policy(), chat_tokenizer).load(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "float32"
+
+
+def test_the_reference_is_the_policy_at_the_stages_beginning(make, tmp_path):
+    """Kept when a loss first needs it, in checkpoints too, until another stage begins."""
+    batch = tiny.batch()
+    spec = [{"name": "reinforce"}, {"name": "kl", "weight": 0.5, "estimator": "k3"}]
+    both, learner = make_loss(spec), make()
+    before = learner.logprobs(batch)
+    for step in range(3):
+        metrics = learner.forward_backward(batch, both)
+        reference = learner._with_extras(batch, both, 1.0).extras["reference_logprobs"]
+        np.testing.assert_array_equal(reference, before)
+        log_ratio = (before - learner.logprobs(batch))[batch.mask].astype(np.float64)
+        assert metrics["loss_kl"] == pytest.approx((np.exp(log_ratio) - 1 - log_ratio).mean(), rel=1e-3, abs=1e-7)
+        assert (metrics["loss_kl"] > 1e-4) == (step > 0)
+        learner.step(1e-2)
+    learner.save(tmp_path)
+    resumed = make()
+    resumed.load(tmp_path, version=3)
+    np.testing.assert_array_equal(resumed._with_extras(batch, both, 1.0).extras["reference_logprobs"], before)
+    learner.begin_stage()
+    now = learner.logprobs(batch)
+    np.testing.assert_array_equal(learner._with_extras(batch, both, 1.0).extras["reference_logprobs"], now)
+
+
+def test_the_proximal_policy_is_the_present_one(make):
+    batch = tiny.batch()
+    spec = [{"name": "ppo_clip", "anchor": "proximal", "corrections": [{"name": "truncated_tokens"}]}]
+    metrics = make().forward_backward(batch, make_loss(spec))
+    assert metrics["ratio"] == pytest.approx(1, abs=1e-5)
+    assert 0 < metrics["effective_share"] <= 1

@@ -20,7 +20,7 @@ from torch import Tensor
 from strop.errors import BatchError, ModelError
 from strop.learning.aggregation import token_weights
 from strop.learning.batch import Batch
-from strop.learning.fused_pass import hidden_states
+from strop.learning.fused_pass import GradientOf, hidden_states
 from strop.learning.head import TokenLogprobs
 from strop.learning.learner import Metrics
 from strop.learning.losses import Loss, Tokens
@@ -29,6 +29,7 @@ from strop.learning.microbatches import MicroBatch, split_batch
 from strop.learning.module_pass import module_logprobs
 from strop.learning.operators import apply
 from strop.learning.optimizer import MasterWeights
+from strop.learning.reference import ReferenceWeights
 from strop.learning.tree_attention import plan_attention
 from strop.models.policy import Policy
 from strop.models.save import write_model
@@ -66,6 +67,7 @@ class EmbeddedLearner:
         self.masters = MasterWeights(policy.weights, masters, weight_decay=weight_decay, betas=betas, epsilon=epsilon)
         self._anchor = torch.zeros((), device=policy.device, requires_grad=True)
         self._has_gradient = False
+        self._reference: ReferenceWeights | None = None
 
     @property
     def version(self) -> int:
@@ -75,8 +77,7 @@ class EmbeddedLearner:
     def forward_backward(self, batch: Batch, loss: Loss, temperature: float = 1.0) -> Metrics:
         """See `Learner`."""
         started = time.monotonic()
-        if lacking := sorted(loss.needs - set(batch.extras)):
-            raise BatchError(f"the loss needs {', '.join(lacking)} for every token, which the batch does not carry.")
+        batch = self._with_extras(batch, loss, temperature)
         counts = batch.trained_counts
         weights = [token_weights(counts, part.aggregation, part.constant) for _, _, part in loss.components]
         chosen = np.flatnonzero(_with_gradient(batch) if loss.scales_with_advantage else counts > 0)
@@ -99,6 +100,20 @@ class EmbeddedLearner:
         self._has_gradient = True
         return meter.result() | {"learner_seconds": time.monotonic() - started}
 
+    def _with_extras(self, batch: Batch, loss: Loss, temperature: float) -> Batch:
+        """The batch with the log-probabilities that the loss needs and it doesn't carry."""
+        lacking = loss.needs - set(batch.extras)
+        extras: dict[str, NDArray[np.float32]] = {}
+        if "proximal_logprobs" in lacking:
+            extras["proximal_logprobs"] = self.logprobs(batch, temperature)
+        if "reference_logprobs" in lacking:
+            if self._reference is None:
+                self._reference = ReferenceWeights(self.masters.weights)
+            extras["reference_logprobs"] = self._logprobs(batch, temperature, self._reference)
+        if unknown := sorted(lacking - set(extras)):
+            raise BatchError(f"the loss needs {', '.join(unknown)} for every token, which the batch does not carry.")
+        return batch.with_extras(**extras) if extras else batch
+
     def step(self, learning_rate: float) -> Metrics:
         """See `Learner`."""
         if not self._has_gradient:
@@ -113,20 +128,27 @@ class EmbeddedLearner:
 
     def logprobs(self, batch: Batch, temperature: float = 1.0) -> NDArray[np.float32]:
         """See `Learner`."""
+        return self._logprobs(batch, temperature, None)
+
+    def _logprobs(self, batch: Batch, temperature: float, reference: ReferenceWeights | None) -> NDArray[np.float32]:
         result = np.zeros(len(batch.tokens), dtype=np.float32)
         with self._guarded(), torch.no_grad():
             for part in self._split(batch, np.flatnonzero(batch.trained_counts)):
-                result[part.trained] = self._part_logprobs(part, temperature).cpu().numpy()
+                result[part.trained] = self._part_logprobs(part, temperature, reference).cpu().numpy()
         return result
 
     def _split(self, batch: Batch, chosen: NDArray[np.int64]) -> list[MicroBatch]:
         return split_batch(batch, self.budget, chosen, shared=self.policy.decoder is not None)
 
-    def _part_logprobs(self, part: MicroBatch, temperature: float) -> Tensor:
-        """(trained,) log-probabilities."""
+    def _part_logprobs(self, part: MicroBatch, temperature: float, reference: ReferenceWeights | None = None) -> Tensor:
+        """(trained,) log-probabilities, under the present weights or (without a gradient) a reference's."""
         decoder = self.policy.decoder
+        gradient_of: GradientOf = self.masters.gradient_of
         if decoder is None:
-            return module_logprobs(self.policy.model, part, temperature, self.policy.device)
+            weights = reference.named() if reference else None
+            return module_logprobs(self.policy.model, part, temperature, self.policy.device, weights)
+        if reference:
+            decoder, gradient_of = reference.decoder(decoder), _no_gradient
         hidden = hidden_states(
             decoder,
             self._tensor(part.tree.tokens),
@@ -134,10 +156,10 @@ class EmbeddedLearner:
             plan_attention(part.tree, decoder.heads, self.policy.device),
             self._tensor(part.rows),
             self._anchor,
-            self.masters.gradient_of,
+            gradient_of,
         )
         pairs = self._tensor(part.pair_rows), self._tensor(part.pair_tokens)
-        head, gradient = decoder.head.detach(), self.masters.gradient_of(decoder.head)
+        head, gradient = decoder.head.detach(), gradient_of(decoder.head)
         return apply(TokenLogprobs, hidden, head, gradient, *pairs, temperature)[self._tensor(part.pair)]
 
     def _tokens(self, batch: Batch, part: MicroBatch, logprobs: Tensor) -> Tokens:
@@ -172,12 +194,15 @@ class EmbeddedLearner:
         """See `Learner`."""
         self.masters.reset()
         self._has_gradient = False
+        self._reference = None
 
     def save(self, folder: Path) -> None:
         """See `Learner`."""
         from safetensors.torch import save_file
 
         state = self.masters.state()
+        if self._reference is not None:
+            state["reference"] = self._reference.flat
         if self.policy.decoder is None:  # names in files may differ from the module's, or adapters alone are saved
             state["masters"] = self.masters.values
             write_model(folder, self.policy.model, self.tokenizer, self._whole_state())
@@ -197,7 +222,7 @@ class EmbeddedLearner:
 
         try:
             state = load_file(folder / STATE_FILE, device=str(self.policy.device))
-            stored = state.pop("masters", None)
+            stored, reference = state.pop("masters", None), state.pop("reference", None)
             if stored is None:
                 named: dict[str, Tensor] = {}
                 for path in sorted(folder.glob("model*.safetensors")):
@@ -210,6 +235,7 @@ class EmbeddedLearner:
         except (OSError, SafetensorError) as error:
             raise ModelError(f"checkpoint {folder}: it can't be read ({error}). Use an earlier one.") from error
         self.masters.load_state(state)
+        self._reference = None if reference is None else ReferenceWeights(self.masters.weights, reference)
         self._has_gradient = False
         self.policy.publish(self.masters.write_weights, version=version, allow_unchanged=True)
 
@@ -218,6 +244,10 @@ def _with_gradient(batch: Batch) -> NDArray[np.bool_]:
     """(sequences,) whether any trained token of the sequence has an advantage."""
     active = batch.mask & (batch.advantages != 0)
     return np.bincount(batch.sequence[active], minlength=len(batch.lengths)) > 0
+
+
+def _no_gradient(weight: Tensor) -> Tensor:
+    return weight
 
 
 def _out_of_memory(error: BaseException) -> bool:

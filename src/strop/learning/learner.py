@@ -37,7 +37,8 @@ class Learner(Protocol):
         """Add a batch's gradient to what `step` will apply.
 
         Args:
-            batch: what to train on.
+            batch: what to train on. "proximal_logprobs" (under the present weights) and "reference_logprobs" (under the
+                weights at the stage's beginning) are computed where the loss needs them and the batch lacks them.
             loss: its components.
             temperature: that the tokens were sampled at.
 
@@ -68,7 +69,7 @@ class Learner(Protocol):
         ...
 
     def begin_stage(self) -> None:
-        """Forget the optimizer's moments; weights stay."""
+        """Forget the optimizer's moments and the reference; weights stay, and are what the next reference is."""
         ...
 
     def save(self, folder: Path) -> None:
