@@ -33,7 +33,7 @@ from strop.training import collector
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart.toml"
 #: What a step's share is taken over, and how often the resume is measured.
-STEPS, RESUMES = 3, 3
+STEPS, RESUMES = 2, 2
 
 
 class PersistenceTimer:
@@ -125,7 +125,12 @@ def main() -> int:
     if asked.child:
         train_timed(asked.child, settings)
         return 0
-    settings = ["evaluation.tasks=0", "stages.warmup.steps=4", "stages.rl.checkpoints.every=" + str(STEPS + 1)]
+    settings = [
+        "evaluation.tasks=0",
+        "stages.warmup.steps=4",
+        "stages.rl.collect.attempt_seconds=1800",
+        "stages.rl.checkpoints.every=" + str(STEPS + 1),
+    ]
     settings += [f"model.name={asked.model}"] if asked.model else []
     with tempfile.TemporaryDirectory(prefix="strop-durability-") as folder:
         path = Path(folder) / "run"

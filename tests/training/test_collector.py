@@ -270,3 +270,45 @@ async def test_a_checkpoint_that_is_younger_than_every_batch_does_not_begin_grou
     ids = Counter(rollout.id for rollout in every_attempt(again))
     assert max(ids.values()) == 1
     again.close()
+
+
+@pytest.mark.parametrize("where", ["journal", "drop", "deadline"])
+async def test_an_error_in_the_machinery_ends_the_wait_instead_of_hanging_it(tmp_path, monkeypatch, where):
+    """It happens in a task or a callback of the event loop, which would swallow it."""
+    run = Run.create(tmp_path / "r", parse_recipe(RECIPE))
+
+    def broken(*_: object) -> None:
+        raise RunError("the disk is full")
+
+    settings = CollectSettings(**{**COLLECT, "group_seconds": 0.05 if where == "deadline" else 60.0})
+    if where == "journal":
+        monkeypatch.setattr("strop.runs.journal.Journal.append", broken)
+    if where == "deadline":
+        monkeypatch.setattr(Collector, "_cut", broken)
+    slowest = 3600.0 if where == "deadline" else 0.002
+    with pytest.raises(RunError, match="the disk is full"):
+        drop = broken if where == "drop" else no_variance
+        await asyncio.wait_for(collect(run, ScriptedRunner(slowest=slowest), settings, 1, drop), 20)
+    run.close()
+
+
+async def test_an_attempt_that_ignores_its_cancellation_holds_nobody_up(tmp_path, monkeypatch):
+    run = Run.create(tmp_path / "r", parse_recipe(RECIPE))
+    monkeypatch.setattr("strop.training.collector.HALT_SECONDS", 0.05)
+    let_go = asyncio.Event()
+
+    class Stubborn(ScriptedRunner):
+        async def run(self, group_id, member, task, seed, tries=1):
+            while member == 1 and not let_go.is_set():
+                try:
+                    await let_go.wait()
+                except asyncio.CancelledError:
+                    continue
+            return await super().run(group_id, member, task, seed, tries)
+
+    settings = CollectSettings(**{**COLLECT, "groups": 1, "group_seconds": 0.1})
+    batches = await asyncio.wait_for(collect(run, Stubborn(), settings, 1, lambda group: None), 20)
+    assert batches[0][0].rollouts[1].reward is None
+    let_go.set()
+    await asyncio.sleep(0.05)
+    run.close()
