@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 import tiny
 import torch
 
 from strop.errors import BatchError
-from strop.learning import Batch, EmbeddedLearner, Learner, make_loss
+from strop.learning import Batch, Component, EmbeddedLearner, Learner, Loss, make_loss
 
 REINFORCE = [{"name": "reinforce"}]
 
@@ -96,6 +98,32 @@ def test_no_split_into_micro_batches_changes_the_gradient_or_a_metric(family, sp
         assert_same(found, whole)
         for name in set(expected) - {"learner_seconds", "tokens_computed"}:
             assert metrics[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread(Component):
+    """Pulls the mean log-probabilities of a group's sequences together: no sequence can be computed alone."""
+
+    compares_sequences = True
+
+    def __call__(self, tokens):
+        means = tokens.sequence_mean(tokens.logprobs)
+        same = (tokens.groups[:, None] == tokens.groups).to(means.dtype)
+        return tokens.spread((means - same @ means / same.sum(1)).square()), {}
+
+
+@pytest.mark.parametrize("family", ["llama, tied", "gpt2"])
+def test_a_loss_that_compares_sequences_gets_whole_groups(family):
+    batch, loss = tiny.batch(groups=4), Loss((("spread", 1.0, Spread()),))
+    found = []
+    for budget in (4096, 130, 100):
+        learner = EmbeddedLearner(tiny.policy(family), None, tokens_per_micro_batch=budget)
+        learner.forward_backward(batch, loss)
+        found.append(gradients(learner))
+    for split in found[1:]:
+        assert_same(split, found[0], tolerance=2e-5)  # differences of means lose digits
+    with pytest.raises(BatchError, match="group 0"):
+        EmbeddedLearner(tiny.policy(family), None, tokens_per_micro_batch=30).forward_backward(batch, loss)
 
 
 def test_two_batches_before_a_step_add_up():

@@ -85,7 +85,7 @@ class EmbeddedLearner:
         if not len(chosen):
             return {"skipped": 1.0, "loss": 0.0, "tokens_trained": 0.0, "tokens_computed": 0.0}
         with self._guarded():
-            for part in self._split(batch, chosen):
+            for part in self._split(batch, chosen, loss.compares_sequences):
                 tokens = self._tokens(batch, part, self._part_logprobs(part, temperature))
                 total = tokens.logprobs.new_zeros(())
                 for (name, weight, component), by_sequence in zip(loss.components, weights, strict=True):
@@ -137,8 +137,9 @@ class EmbeddedLearner:
                 result[part.trained] = self._part_logprobs(part, temperature, reference).cpu().numpy()
         return result
 
-    def _split(self, batch: Batch, chosen: NDArray[np.int64]) -> list[MicroBatch]:
-        return split_batch(batch, self.budget, chosen, shared=self.policy.decoder is not None)
+    def _split(self, batch: Batch, chosen: NDArray[np.int64], whole_groups: bool = False) -> list[MicroBatch]:
+        shared = self.policy.decoder is not None
+        return split_batch(batch, self.budget, chosen, shared=shared, whole_groups=whole_groups)
 
     def _part_logprobs(self, part: MicroBatch, temperature: float, reference: ReferenceWeights | None = None) -> Tensor:
         """(trained,) log-probabilities, under the present weights or (without a gradient) a reference's."""

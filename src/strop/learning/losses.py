@@ -105,6 +105,11 @@ class Component:
         """Whether a token with advantage 0 has no gradient, so that no work need be done for it."""
         return False
 
+    @property
+    def compares_sequences(self) -> bool:
+        """Whether it compares the sequences of a group, which must then be computed together."""
+        return False
+
     def __call__(self, tokens: Tokens) -> PerToken:
         """Losses (tokens,) and metrics (tokens,) each."""
         raise NotImplementedError(f"{type(self).__name__} must define __call__")
@@ -363,6 +368,11 @@ class Loss:
     def scales_with_advantage(self) -> bool:
         """Whether tokens with advantage 0 have no gradient."""
         return all(component.scales_with_advantage for _, _, component in self.components)
+
+    @property
+    def compares_sequences(self) -> bool:
+        """Whether groups must be computed whole."""
+        return any(component.compares_sequences for _, _, component in self.components)
 
 
 def make_loss(specs: Sequence[Mapping[str, Any]], key: str = "loss") -> Loss:
