@@ -20,6 +20,8 @@ from strop.rollouts import derive_seed
 #: Built-in environments by name.
 BUILT_IN: dict[str, str] = {
     "arithmetic": "strop.environments.arithmetic:Arithmetic",
+    "code": "strop.environments.code:Code",
+    "faults": "strop.environments.faults:Faults",
     "reasoning_gym": "strop.environments.reasoning_gym:ReasoningGym",
     "shopkeeper": "strop.environments.shopkeeper:Shopkeeper",
 }

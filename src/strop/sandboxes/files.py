@@ -139,7 +139,7 @@ def _entries(stream: bytes) -> Iterator[_Entry]:
         if type == "e":
             return
         carried = size if type in "fl" else 0
-        if type not in "fldis" or at + length + carried > len(stream):
+        if type not in "fldiswo" or at + length + carried > len(stream):
             raise ValueError(f"an entry of type {type!r} with {length} + {carried} bytes does not fit")
         path = stream[at : at + length].decode("utf-8", "surrogateescape")
         data = stream[at + length : at + length + carried]
@@ -149,7 +149,16 @@ def _entries(stream: bytes) -> Iterator[_Entry]:
 
 async def read_tree(sandbox: LocalSandbox, path: str, max_bytes: int) -> bytes:
     """See `Sandbox.get_archive`."""
-    result = await sandbox.file_operation(wire.Files.PACK, path, limit=max_bytes, keep=4 * max_bytes + 128 * MIB)
+    return await _archive(sandbox, wire.Files.PACK, path, max_bytes)
+
+
+async def read_changes(sandbox: LocalSandbox, max_bytes: int) -> bytes:
+    """The writable layer as a tar archive in the form of an OCI layer: what was removed is a .wh. member."""
+    return await _archive(sandbox, wire.Files.CHANGES, "/", max_bytes)
+
+
+async def _archive(sandbox: LocalSandbox, operation: wire.Files, path: str, max_bytes: int) -> bytes:
+    result = await sandbox.file_operation(operation, path, limit=max_bytes, keep=4 * max_bytes + 128 * MIB)
     if result.timed_out:
         raise FileProblem(path, "could not be read in time")
     _raise(path, result.exit_code, max_bytes)
@@ -168,6 +177,11 @@ def _member(entry: _Entry) -> tarfile.TarInfo:
     member.mode, member.mtime, member.uid, member.gid = entry.mode, entry.mtime, entry.uid, entry.gid
     if entry.type == "d":
         member.type = tarfile.DIRTYPE
+    elif entry.type == "w":
+        folder, slash, name = entry.path.rpartition("/")
+        member.name = f"{folder}{slash}.wh.{name}"
+    elif entry.type == "o":
+        member.name = f"{entry.path}/.wh..wh..opq"
     elif entry.type == "l":
         member.type, member.linkname = tarfile.SYMTYPE, entry.data.decode("utf-8", "surrogateescape")
     else:

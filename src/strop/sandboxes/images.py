@@ -11,7 +11,7 @@ import os
 import shutil
 import tarfile
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 
@@ -165,6 +165,20 @@ class Image:
 
         return Image.from_folder(cached("tar-" + digest.hexdigest()[:32], unpack))
 
+    @staticmethod
+    def from_oci(path: str | os.PathLike[str], tag: str | None = None) -> Image:
+        """An OCI image layout on disk (a folder, or an archive of one); see `oci.from_layout`."""
+        from strop.sandboxes.oci import from_layout
+
+        return from_layout(path, tag)
+
+    @staticmethod
+    def from_registry(reference: str) -> Image:
+        """An image of a registry, for example "docker.io/library/python:3.12-slim"; see `oci.from_registry`."""
+        from strop.sandboxes.oci import from_registry
+
+        return from_registry(reference)
+
     def with_env(self, env: Mapping[str, str]) -> Image:
         """The same with more variables."""
         return replace(self, env={**self.env, **env})
@@ -181,19 +195,24 @@ def mount_points() -> Path:
     return cached("mount-points", build)
 
 
-def unpack_root(archive: tarfile.TarFile, folder: Path) -> None:
+def unpack_root(archive: tarfile.TarFile, folder: Path, members: Iterable[tarfile.TarInfo] | None = None) -> None:
     """Unpack a root file system: owners kept if we may, device nodes left out, nothing outside `folder`.
+
+    Args:
+        archive: the archive.
+        folder: where to.
+        members: which; all if None.
 
     Raises:
         tarfile.TarError: a member that leaves the folder.
     """
-    for member in archive:
+    for member in archive if members is None else members:
         if member.ischr() or member.isblk():
             continue
         name = PurePosixPath("/" + member.name)
         if ".." in name.parts:
             raise tarfile.TarError(f"member {member.name!r} leaves the archive")
-        place = _resolve_parent(folder, name)
+        place = resolve_parent(folder, name)
         if member.isdir():
             if place.is_symlink() or not place.is_dir():
                 place.unlink(missing_ok=True)
@@ -203,7 +222,7 @@ def unpack_root(archive: tarfile.TarFile, folder: Path) -> None:
         if member.issym():
             place.symlink_to(member.linkname)
         elif member.islnk():
-            os.link(_resolve_parent(folder, PurePosixPath("/" + member.linkname)), place, follow_symlinks=False)
+            os.link(resolve_parent(folder, PurePosixPath("/" + member.linkname)), place, follow_symlinks=False)
             continue
         elif member.isfifo():
             os.mkfifo(place)
@@ -219,7 +238,7 @@ def unpack_root(archive: tarfile.TarFile, folder: Path) -> None:
             os.utime(place, (member.mtime, member.mtime))
 
 
-def _resolve_parent(root: Path, name: PurePosixPath) -> Path:
+def resolve_parent(root: Path, name: PurePosixPath) -> Path:
     """Where `name` lies below `root`, with links above its last part followed inside `root` and folders made.
 
     An archive may hold a link out of its root and then a member behind that link; here links restart at `root`.

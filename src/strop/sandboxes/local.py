@@ -248,6 +248,10 @@ class LocalSandbox:
     async def get_archive(self, path: str, *, max_bytes: int = 256 * MIB) -> bytes:
         return await files.read_tree(self, path, max_bytes)
 
+    async def changes(self, *, max_bytes: int = 4096 * MIB) -> bytes:
+        """What was written, changed and removed since it was made, as a tar archive in the form of an OCI layer."""
+        return await files.read_changes(self, max_bytes)
+
     async def put_archive(self, path: str, archive: bytes, *, user: str | int | None = None) -> None:
         await files.write_tree(self, path, archive, user)
 

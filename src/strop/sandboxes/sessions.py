@@ -63,17 +63,18 @@ class Channel:
         self._buffer.clear()
         self._multiplexer.watch(self._from, self._readable)
         try:
-            self._process = await self._sandbox.start(
-                self._command, descriptors=(theirs_in, theirs_out), sink=self._take
-            )
+            process = await self._sandbox.start(self._command, descriptors=(theirs_in, theirs_out), sink=self._take)
         except BaseException:
             self._shut()
             raise
         finally:
             os.close(theirs_in)
             os.close(theirs_out)
-        await self._process.close_stdin()
-        self._process.on_end(self._shut)
+        self._process = process
+        process.on_end(
+            lambda: self._shut() if self._process is process else None
+        )  # a late end must not shut its successor
+        await process.close_stdin()
 
     def _take(self, stream: str, data: bytes) -> None:
         if stream in self._outputs:

@@ -77,6 +77,7 @@ class Files(IntEnum):
     LIST = 3
     PACK = 4
     UNPACK = 5
+    CHANGES = 6
 
 
 _CONTROL = struct.Struct(f"=IIIIQQQIIIII{MAX_LAYERS}I4x")

@@ -93,7 +93,6 @@ static int place_descriptors(const struct start *start) {
     for (int i = 0; i < start->fd_count; i++) /* received descriptors are numbered above 2 * MAX_FDS */
         if (dup2(start->fds[i], base + i) < 0)
             return errno;
-    close_from((unsigned)(base + start->fd_count)); /* before any path is looked up: none may lead to ours */
     return 0;
 }
 
@@ -135,6 +134,8 @@ static _Noreturn void child_main(const struct start *start) {
     setsid();
     if (place_descriptors(start))
         fail_child("descriptors");
+    /* Before any path is looked up: none may lead to a descriptor of ours. */
+    close_from((unsigned)start->fd_count + (start->request->flags & EXEC_NULL_STDIN ? 1 : 0));
     if (start->tty && ioctl(0, TIOCSCTTY, 0) < 0)
         fail_child("terminal");
     prctl(PR_SET_CHILD_SUBREAPER, 1); /* kept over execve: see processes.c */
@@ -164,7 +165,11 @@ static void start_command(const struct start *start) {
 static void start_file_operation(const struct start *start) {
     pid_t pid = fork();
     if (pid == 0) {
+        int upper = openat(UPPER, "upper", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
         int error = place_descriptors(start);
+        if (!error && dup2(upper, LAYER_FD) < 0)
+            error = errno;
+        close_from(start->request->operation == FILES_CHANGES ? LAYER_FD + 1 : LAYER_FD);
         if (!error)
             error = become_user(start->request);
         _exit(error ? error : run_file_operation(start->request, start->arguments[0]));

@@ -13,6 +13,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <sys/xattr.h>
 #include <unistd.h>
 
 enum { MAX_DEPTH = 128, MAX_ENTRIES = 200000 };
@@ -20,6 +21,7 @@ enum { MAX_DEPTH = 128, MAX_ENTRIES = 200000 };
 static char buffer[65536];
 static uint64_t budget;
 static uint32_t entries;
+static bool as_layer; /* send overlayfs's own marks too */
 
 static int write_all(int fd, const void *data, size_t size) {
     for (const char *at = data; size;) {
@@ -189,6 +191,8 @@ static int send_one(int directory, const char *name, char *path, size_t length, 
     if (S_ISREG(status.st_mode))
         return contents ? send_contents(directory, name, path, &status)
                         : send_entry('i', &status, path, (uint64_t)status.st_size);
+    if (as_layer && S_ISCHR(status.st_mode) && status.st_rdev == 0)
+        return send_entry('w', &status, path, 0);
     if (!S_ISDIR(status.st_mode))
         return contents ? 0 : send_entry('s', &status, path, 0); /* special files have no contents to pack */
     int error = send_entry('d', &status, path, 0);
@@ -197,7 +201,10 @@ static int send_one(int directory, const char *name, char *path, size_t length, 
     int below = openat(directory, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
     if (below < 0)
         return errno == EACCES || errno == ENOENT ? 0 : errno;
-    return send_tree(below, path, length, depth + 1, contents);
+    char mark = 0;
+    if (as_layer && fgetxattr(below, "user.overlay.opaque", &mark, 1) == 1 && mark == 'y')
+        error = send_entry('o', &status, path, 0);
+    return error ? error : send_tree(below, path, length, depth + 1, contents);
 }
 
 static int send_tree(int directory, char *path, size_t length, int depth, bool contents) {
@@ -216,9 +223,8 @@ static int send_tree(int directory, char *path, size_t length, int depth, bool c
     return error;
 }
 
-static int send_directory(const char *root, uint64_t limit, bool contents) {
+static int send_directory(int directory, uint64_t limit, bool contents) {
     static char path[PATH_MAX];
-    int directory = open(root, O_RDONLY | O_DIRECTORY | O_NONBLOCK | O_CLOEXEC);
     if (directory < 0)
         return errno;
     budget = limit;
@@ -278,7 +284,11 @@ int run_file_operation(const struct request *request, const char *path) {
         return write_file(path, request);
     case FILES_LIST:
     case FILES_PACK:
-        return send_directory(path, request->limit, request->operation == FILES_PACK);
+        return send_directory(open(path, O_RDONLY | O_DIRECTORY | O_NONBLOCK | O_CLOEXEC), request->limit,
+                              request->operation == FILES_PACK);
+    case FILES_CHANGES:
+        as_layer = true;
+        return send_directory(LAYER_FD, request->limit, true);
     case FILES_UNPACK:
         return unpack_tree(path);
     default:

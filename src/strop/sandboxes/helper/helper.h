@@ -37,7 +37,7 @@ enum { REPLY_READY = 1, REPLY_EXIT };
 enum { NETWORK_POOLED = 0, NETWORK_FRESH = 1 };
 enum { EXEC_NULL_STDIN = 1, EXEC_TTY = 2, EXEC_MEMORY_FILE = 4, EXEC_KILL_LEFTOVERS = 8 };
 enum { KILL_MAIN = 0, KILL_TREE = 1, KILL_BELOW = 2, KILL_LEFTOVERS = 3 };
-enum { FILES_READ = 1, FILES_WRITE, FILES_LIST, FILES_PACK, FILES_UNPACK };
+enum { FILES_READ = 1, FILES_WRITE, FILES_LIST, FILES_PACK, FILES_UNPACK, FILES_CHANGES };
 enum { SNAPSHOT_COPY = 0, SNAPSHOT_FLATTEN = 1 };
 enum { CONTROL_FD = 3, OOM_FD, UPPER }; /* descriptors of zygote and agent */
 
@@ -79,7 +79,8 @@ struct reply {
     char stage[40];
 };
 
-/* One entry of a packed tree; followed by the path, then (file, link) `size` bytes. An 'e' entry ends the stream. */
+/* One entry of a packed tree; followed by the path, then (file, link) `size` bytes. Types: 'f'ile, 'd'irectory, 'l'ink,
+ * in listings 'i' (a file without its contents) and 's'pecial, in changes 'w'hiteout and 'o'paque, and 'e' at the end. */
 struct entry {
     uint32_t type, mode, uid, gid, path_length, reserved;
     int64_t mtime;
@@ -116,7 +117,8 @@ uint64_t read_oom_kills(int oom_fd);
 /* processes.c: who descends from whom, seen through /proc */
 void kill_processes(int proc_fd, int scope, pid_t main, const pid_t *spared, int spared_count, int signal_number);
 
-/* files.c: runs in a child of the agent, returns an errno value */
+/* files.c: runs in a child of the agent, returns an errno value. For FILES_CHANGES, LAYER_FD is the writable layer. */
+enum { LAYER_FD = 3 };
 int run_file_operation(const struct request *request, const char *path);
 
 /* layers.c */

@@ -1,0 +1,66 @@
+"""A pool that several users share and that ends with the last of them: for environments, which have no end of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from strop.sandboxes.images import Image
+from strop.sandboxes.pool import LocalPool
+
+
+class _Users:
+    """The pool of one event loop and how many use it."""
+
+    def __init__(self) -> None:
+        self.lock = asyncio.Lock()
+        self.pool: LocalPool | None = None
+        self.count = 0
+
+
+class SharedPool:
+    """Opens a `LocalPool` for its first user and closes it after its last; one for each event loop.
+
+    Args:
+        image: makes the root file system, when first needed.
+        options: of the pool.
+    """
+
+    def __init__(self, image: Callable[[], Image], **options: Any) -> None:
+        self._image, self._options = image, options
+        self._users: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Users] = weakref.WeakKeyDictionary()
+
+    async def acquire(self) -> LocalPool:
+        """The pool; every call needs one `release`.
+
+        Raises:
+            SandboxesUnavailable: this machine can't.
+        """
+        users = self._users.setdefault(asyncio.get_running_loop(), _Users())
+        async with users.lock:
+            if users.pool is None:
+                pool = LocalPool(await asyncio.to_thread(self._image), **self._options)
+                await pool.start()
+                users.pool = pool
+            users.count += 1
+            return users.pool
+
+    async def release(self) -> None:
+        """Give it back."""
+        users = self._users[asyncio.get_running_loop()]
+        async with users.lock:
+            users.count -= 1
+            if users.count == 0 and users.pool is not None:
+                pool, users.pool = users.pool, None
+                await pool.close()
+
+    async def __aenter__(self) -> LocalPool:
+        return await self.acquire()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.release()
