@@ -65,7 +65,7 @@ class Program:
     async def run(self, task: Task, session: Session, conversation: Conversation) -> None:
         """See `Agent.run`."""
         rollout = conversation.rollout
-        tokenizer = _tokenizer_of(conversation.renderer)
+        tokenizer = tokenizer_of(conversation.renderer)
         async with shared(conversation.sampler, conversation.renderer, tokenizer) as (gateway, url):
             attempt = gateway.engine.attempts.open(
                 rollout,
@@ -142,7 +142,8 @@ def _prompt(task: Task) -> str:
     return str(task.messages[-1].get("content") or "") if task.messages else ""
 
 
-def _tokenizer_of(renderer: object) -> object:
+def tokenizer_of(renderer: object) -> object:
+    """The tokenizer that a renderer was made with. Raises ModelError if it hides it."""
     tokenizer = getattr(renderer, "tokenizer", None) or getattr(renderer, "_tokenizer", None)
     if tokenizer is None:
         raise ModelError(f"{type(renderer).__name__} does not give its tokenizer, which the gateway needs.")
