@@ -243,7 +243,9 @@ async def test_a_registry_is_asked_with_a_token_and_only_once(tmp_path: Path, pr
         name = request.url.path.rpartition("/")[2]
         if request.url.path == "/v2/team/box/manifests/v1":
             return httpx.Response(200, json=index)
-        return httpx.Response(200, content=blobs[name]) if name in blobs else httpx.Response(404)
+        is_manifest = b"schemaVersion" in blobs.get(name, b"")
+        asked_rightly = is_manifest == ("/manifests/" in request.url.path)
+        return httpx.Response(200, content=blobs[name]) if name in blobs and asked_rightly else httpx.Response(404)
 
     image = from_registry("registry.example/team/box:v1", transport=httpx.MockTransport(answer))
     assert image.env["A"] == "b" and await show(image) == "uid 0 home /root\n"

@@ -213,7 +213,7 @@ def _copied(line: int, rest: str, folder: Path, cwd: str) -> tuple[bytes, str]:
     words = [word for word in words if not word.startswith("--")]
     if flags or len(words) < 2:
         raise ConfigError(
-            "dockerfile", f"line {line}: COPY {' '.join(flags) or rest!r} is not supported", "COPY SOURCE … TARGET"
+            "dockerfile", f"line {line}: COPY {' '.join(flags) or rest} is not supported", "COPY SOURCE … TARGET"
         )
     *sources, target = words
     place = PurePosixPath(cwd) / target

@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import IO, Any, Protocol
+from typing import IO, Any, Literal, Protocol
 
 import httpx
 
@@ -33,11 +33,14 @@ _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _MAX_DOCUMENT = 8 << 20
 
 
+Kind = Literal["manifests", "blobs"]
+
+
 class Blobs(Protocol):
     """Where the parts of an image come from."""
 
-    def document(self, reference: str) -> dict[str, Any]:
-        """A manifest, an index or a configuration by digest, or the index of everything for ""."""
+    def document(self, reference: str, kind: Kind = "manifests") -> dict[str, Any]:
+        """A manifest or index (or, of kind "blobs", a configuration) by digest; for "" where everything begins."""
         ...
 
     def open(self, digest: str) -> IO[bytes]:
@@ -65,7 +68,7 @@ class Layout:
         if not (folder / "index.json").is_file():
             raise ConfigError("image", f"{str(folder)!r} has no index.json", "A folder in the OCI image layout")
 
-    def document(self, reference: str) -> dict[str, Any]:
+    def document(self, reference: str, kind: Kind = "manifests") -> dict[str, Any]:
         if not reference:
             return _parsed((self._folder / "index.json").read_bytes(), "index.json")
         return _parsed(_checked(self._blob(reference).read_bytes(), reference), reference)
@@ -103,17 +106,13 @@ class Registry:
         )
         self._credentials, self._token = credentials, ""
 
-    def document(self, reference: str) -> dict[str, Any]:
-        data = b""
-        for kind in ("manifests",) if not reference else ("manifests", "blobs"):
-            response = self._get(kind, reference or self.version)
-            if response.status_code == 200:
-                data = response.content
-                break
-        else:
+    def document(self, reference: str, kind: Kind = "manifests") -> dict[str, Any]:
+        response = self._get(kind, reference or self.version)
+        if response.status_code != 200:
             raise ConfigError(
                 "image", f"{self.host}/{self.repository} has no {reference or self.version!r}", "An image that exists"
             )
+        data = response.content
         if len(data) > _MAX_DOCUMENT:
             raise ConfigError("image", "a manifest is too large", f"At most {_MAX_DOCUMENT} bytes")
         digest = reference or self.version
@@ -214,7 +213,7 @@ def load(blobs: Blobs, tag: str | None = None) -> Image:
         tag = None
     if "layers" not in document:
         raise ConfigError("image", "its index leads to no manifest", "An OCI image")
-    config = blobs.document(_is_digest(document["config"]["digest"])).get("config") or {}
+    config = blobs.document(_is_digest(document["config"]["digest"]), "blobs").get("config") or {}
     layers = [_layer(blobs, _is_digest(entry["digest"])) for entry in document["layers"]]
     env = dict(pair.partition("=")[::2] for pair in config.get("Env") or [])
     return Image(
