@@ -8,6 +8,7 @@ what was lost is told by something other than the code under test.
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import hashlib
 import json
 import os
@@ -45,8 +46,8 @@ from strop.training.train import train
 HERE = Path(__file__).parent
 ENVIRONMENT = f"{HERE.parent / 'letters.py'}:Letters"
 SCORER_KILLED = "the scoring process is killed"
-#: Longest that one life of a run may take; it takes a few seconds.
-LIFE_SECONDS = 120.0
+#: Longest that one life of a run may take; it takes a few seconds, on a busy machine a minute.
+LIFE_SECONDS = 600.0
 
 
 def recipe(model: Path, *, staleness: int = 0, seed: int = 0, steps: int = 5) -> Recipe:
@@ -247,6 +248,7 @@ def in_child(work: Callable[[], Any], log: Path, kill_after: float = 0.0) -> tup
             output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(output, 1)
             os.dup2(output, 2)
+            faulthandler.dump_traceback_later(LIFE_SECONDS * 0.9)  # where it hangs, if it does
             answer.write_text(json.dumps(work()))
             status = 0
         except BaseException:
