@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-import tiny
+import tiny_models as tiny
 import torch
 
 from strop.errors import BatchError

@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import json
 
-import conformance
+import learner_conformance as conformance
 import numpy as np
 import pytest
-import tiny
+import tiny_models as tiny
 import torch
 import transformers
 

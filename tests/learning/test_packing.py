@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import tiny
+import tiny_models as tiny
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conformance import PROMPT, SamplerConformance, same
+from sampler_conformance import PROMPT, SamplerConformance, same
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,10 +13,9 @@ from strop.runs.reading import RunRecord
 from strop.runs.run import Run, check_checkpoint
 from strop.training.train import train
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "chaos"))
 from tiny import make_model
 
-LETTERS = Path(__file__).parents[1] / "chaos" / "letters.py"
+LETTERS = Path(__file__).parents[1] / "letters.py"
 
 
 @pytest.fixture(scope="module")

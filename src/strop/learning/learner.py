@@ -1,7 +1,7 @@
 """The learner protocol: a batch and a loss in, updated and published weights out.
 
 A learner is blind to algorithms: supervised learning, preferences, distillation and reinforcement learning are losses.
-Every learner passes one conformance suite, tests/learning/conformance.py.
+Every learner passes one conformance suite, tests/learning/learner_conformance.py.
 """
 
 from __future__ import annotations

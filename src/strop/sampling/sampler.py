@@ -1,6 +1,6 @@
 """The sampler protocol: tokens in; sampled tokens, log-probabilities and weight versions out.
 
-Every sampler (embedded, vLLM, a fake one in tests) passes one conformance suite, tests/sampling/conformance.py.
+Every sampler (embedded, vLLM, a fake one in tests) passes one conformance suite, tests/sampling/sampler_conformance.py.
 """
 
 from __future__ import annotations

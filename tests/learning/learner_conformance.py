@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tiny
+import tiny_models as tiny
 
 from strop.errors import BatchError
 from strop.learning import Batch, Component, Learner, Loss, make_loss
