@@ -2,7 +2,8 @@
 
 Queries go in pieces of consecutive nodes of one branch; the keys of a piece are the branch from its root on, each at
 the place of its position. So a sum over keys runs in the same order whatever else is in the tree, which is the order
-of the embedded sampler: in bf16 the two agree to the last bit. Pieces with equally many keys are computed together.
+of the embedded sampler. Pieces with equally many keys are computed together. Where attention in C is built, the forward
+pass goes through the sampler's own kernel. Either way the two agree in bf16 to the last bit.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
 from strop.learning.prefix_tree import Ints, PrefixTree
+from strop.sampling.kernels import cached_attention, supports
 
 #: Queries in a piece: completions are short, and a piece holds no more than one.
 PIECE = 32
@@ -52,10 +54,17 @@ class AttentionPlan:
     Attributes:
         nodes: number of nodes.
         buckets: every piece once.
+        branches: (branches · context,) nodes at positions 0, 1, … of every branch, filled up with 0: a cache's rows.
+        context: tokens of a row, whole blocks.
+        rows, positions: (nodes,) where each node is in them.
     """
 
     nodes: int
     buckets: tuple[Bucket, ...]
+    branches: Tensor
+    context: int
+    rows: Tensor
+    positions: Tensor
 
 
 def plan_attention(tree: PrefixTree, heads: int, device: torch.device) -> AttentionPlan:
@@ -75,7 +84,14 @@ def plan_attention(tree: PrefixTree, heads: int, device: torch.device) -> Attent
         at_once = max(1, SCORES_AT_ONCE // (heads * PIECE * length))
         for start in range(0, len(pieces), at_once):
             buckets.append(_bucket(pieces[start : start + at_once], length, nodes, device))
-    return AttentionPlan(nodes, tuple(buckets))
+    context = max(by_length)
+    branches = np.zeros((len(tree.paths), context), dtype=np.int64)
+    rows = np.zeros(nodes, dtype=np.int64)
+    for row, path in enumerate(tree.paths):
+        branches[row, : len(path)], rows[path] = path, row
+    places = (torch.from_numpy(array).to(device) for array in (branches.reshape(-1), rows, tree.positions))
+    flat, row_of, position_of = places
+    return AttentionPlan(nodes, tuple(buckets), flat, context, row_of, position_of)
 
 
 def _pieces(tree: PrefixTree) -> Iterator[tuple[int, Ints]]:
@@ -114,7 +130,9 @@ class TreeAttention(Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
         """q (nodes, heads, head_dim); k, v (nodes, kv_heads, head_dim); gives (nodes, heads, head_dim)."""
         ctx.save_for_backward(q, k, v)
-        ctx.plan, ctx.scale = plan, scale
+        ctx.plan, ctx.scale, ctx.kept = plan, scale, None
+        if q.device.type == "cpu" and supports(q.shape[1], k.shape[1], q.shape[2], plan.context):
+            return _in_c(plan, q, k, v, scale)
         out = torch.empty((plan.nodes + 1, *q.shape[1:]), dtype=q.dtype, device=q.device)
         kept = []
         for bucket, queries, keys, values in _gathered(plan, q, k, v):
@@ -144,6 +162,14 @@ class TreeAttention(Function):
                 whole.index_add_(0, bucket.keys, gradient.transpose(1, 2).flatten(0, 1).float())
         ctx.kept = None
         return d_q[: plan.nodes], d_k.to(k.dtype), d_v.to(v.dtype), None, None
+
+
+def _in_c(plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """The forward pass through the sampler's kernel: every branch is a row of a cache."""
+    keys, values = (x[plan.branches].view(-1, plan.context, *x.shape[1:]).transpose(1, 2).contiguous() for x in (k, v))
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    cached_attention(q, keys, values, plan.rows, plan.positions, scale, out)
+    return out
 
 
 def _gathered(plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[Bucket, Tensor, Tensor, Tensor]]:
