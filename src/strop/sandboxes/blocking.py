@@ -12,6 +12,7 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
+from strop.sandboxes.errors import SandboxDead
 from strop.sandboxes.images import Image
 from strop.sandboxes.pool import LocalPool
 from strop.sandboxes.sandbox import (
@@ -39,6 +40,9 @@ class _Loop:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
+        if self._loop.is_closed():
+            work.close()
+            raise SandboxDead("its pool is closed")
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
@@ -47,6 +51,7 @@ class _Loop:
             raise
 
     def stop(self) -> None:
+        self.run(self._loop.shutdown_default_executor())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
