@@ -227,6 +227,7 @@ class _Api:
 
     async def _respond(self, http: HttpRequest) -> Response:
         gateway = self.gateway
+        await gateway.engine.turnstile.enter()
         attempt = gateway.attempt_of(http)
         body = await read_body(http)
         gateway.check_model(body)

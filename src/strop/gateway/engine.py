@@ -18,6 +18,7 @@ from strop.gateway.messages import tool_call
 from strop.gateway.metrics import Metrics
 from strop.gateway.recording import Place
 from strop.gateway.tokens import TokenText
+from strop.gateway.turnstile import Turnstile
 from strop.rollouts import FailureKind, FinishReason, Message, Rollout, ToolSpec, derive_seed
 from strop.sampling.sampler import Sample, Sampler, SamplingParams
 
@@ -81,6 +82,7 @@ class Engine:
         self.call_seconds = call_seconds
         self.attempts = Attempts()
         self.metrics = Metrics(self)
+        self.turnstile = Turnstile()
         self._open_gate = asyncio.Event()
         self._open_gate.set()
         self.in_flight = 0
@@ -163,6 +165,7 @@ class Engine:
             sample = await self._sample(prompt, replace(params, max_tokens=granted), attempt.deadline)
         finally:
             attempt.settle(granted)
+        await self.turnstile.enter()  # a sampler may end thousands at once
         attempt.check_open()
         answer = self._read(request, place, opening, sample, params.stop, len(attempt.rollout.calls))
         answer.prompt_tokens, answer.prompt = len(prompt), prompt if request.prompt_ids else None

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from strop.sampling.sampler import Sampler
 
 _BACKLOG = 4096  # connections that wait to be accepted: thousands of agents start at once
+_ACCEPTED = 32  # of them are accepted in one pass of the event loop
 
 
 class _Server(uvicorn.Server):
@@ -69,7 +70,7 @@ async def running(gateway: Gateway, host: str = "127.0.0.1", port: int = 0) -> A
         lifespan="off",
         log_level="warning",
         access_log=False,
-        backlog=_BACKLOG,
+        backlog=_ACCEPTED,
         ws="none",
         server_header=False,
         proxy_headers=False,
@@ -82,6 +83,7 @@ async def running(gateway: Gateway, host: str = "127.0.0.1", port: int = 0) -> A
         if serving.done():
             serving.result()
             raise StropError("The gateway's server ended as soon as it was started.")
+        listening.listen(_BACKLOG)  # asyncio takes one number for both
         shown = f"[{host}]" if ":" in host else host
         yield f"http://{shown}:{listening.getsockname()[1]}"
     finally:
