@@ -57,7 +57,7 @@ RECIPE: dict[str, Any] = {
             "kind": "rl",
             "name": "rl",
             "steps": 10_000,
-            "schedule": {"learning_rate": 1e-6},
+            "schedule": {"learning_rate": task.LEARNING_RATE},
             "collect": {"groups": task.PROMPTS, "group_size": task.COMPLETIONS},
         }
     ],

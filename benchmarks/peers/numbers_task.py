@@ -8,6 +8,8 @@ from __future__ import annotations
 import random
 
 PROMPTS, COMPLETIONS, MAX_TOKENS = 8, 8, 32
+#: So small that the policy stays what it was: a policy that learns to be brief would have less to do, step by step.
+LEARNING_RATE = 1e-8
 
 
 def prompts(count: int, seed: int = 0) -> list[str]:

@@ -73,7 +73,7 @@ def main() -> None:
                 max_completion_length=task.MAX_TOKENS,
                 temperature=1.0,
                 beta=0.0,
-                learning_rate=1e-6,
+                learning_rate=task.LEARNING_RATE,
                 lr_scheduler_type="constant",
                 max_steps=10_000,
                 gradient_checkpointing=False,

@@ -155,7 +155,9 @@ class TreeAttention(Function):
         upstream = torch.cat([upstream, upstream.new_zeros((1, *upstream.shape[1:]))])
         for number, (bucket, queries, keys, values) in enumerate(_gathered(plan, q, k, v)):
             weights = ctx.kept[number] if ctx.kept else _weights(queries, keys, bucket.bias, ctx.scale)
-            d_out = _to_heads(upstream[bucket.queries], k.shape[1])  # (n, kv_heads, group · PIECE, head_dim)
+            d_out = _to_heads(
+                upstream.index_select(0, bucket.queries), k.shape[1]
+            )  # (n, kv_heads, group · PIECE, head_dim)
             d_scores = torch._softmax_backward_data(d_out @ values.mT, weights, -1, weights.dtype)
             d_q[bucket.queries] = _from_heads((d_scores @ keys).mul_(ctx.scale), q.shape[1])
             for whole, gradient in ((d_k, (d_scores.mT @ queries).mul_(ctx.scale)), (d_v, weights.mT @ d_out)):
@@ -176,8 +178,10 @@ def _gathered(plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor) -> Iterator[
     """Each bucket's queries (n, kv_heads, group · PIECE, head_dim), and keys and values (n, kv_heads, length,
     head_dim)."""
     for bucket in plan.buckets:
-        queries = _to_heads(q[bucket.queries.clamp(max=plan.nodes - 1)], k.shape[1])
-        keys, values = (x[bucket.keys].view(-1, bucket.length, *x.shape[1:]).transpose(1, 2) for x in (k, v))
+        queries = _to_heads(q.index_select(0, bucket.queries.clamp(max=plan.nodes - 1)), k.shape[1])
+        keys, values = (
+            x.index_select(0, bucket.keys).view(-1, bucket.length, *x.shape[1:]).transpose(1, 2) for x in (k, v)
+        )
         yield bucket, queries, keys, values
 
 
