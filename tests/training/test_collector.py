@@ -21,6 +21,7 @@ from strop.rollouts import Failed, FailureKind, FinishReason, Group, ModelCall, 
 from strop.runs.run import Run
 from strop.runs.store import read_groups
 from strop.training.collector import Collector
+from strop.training.metrics import batch_metrics
 
 RECIPE = {
     "name": "test",
@@ -311,4 +312,23 @@ async def test_an_attempt_that_ignores_its_cancellation_holds_nobody_up(tmp_path
     assert batches[0][0].rollouts[1].reward is None
     let_go.set()
     await asyncio.sleep(0.05)
+    run.close()
+
+
+async def test_oversampling_takes_the_first_to_finish_and_counts_who_was_cut_off(tmp_path):
+    """The named choice with its bias: who is slow is left out, and the metrics say how many were."""
+    run = Run.create(tmp_path / "r", parse_recipe(RECIPE))
+
+    class Slow(ScriptedRunner):
+        async def run(self, group_id, member, task, seed, tries=1):
+            if member == 0:
+                await asyncio.sleep(3600)
+            return await super().run(group_id, member, task, seed, tries)
+
+    settings = CollectSettings(**{**COLLECT, "groups": 2, "oversample": 1})
+    (batch,) = await asyncio.wait_for(collect(run, Slow(), settings, 1, lambda group: None), 20)
+    for group in batch:
+        assert [rollout.reward is None for rollout in group.rollouts] == [True, False, False, False]
+    metrics = batch_metrics(batch, 0)
+    assert (metrics["attempts"], metrics["cut_off"], metrics["failed"]) == (8.0, 2.0, 2.0)
     run.close()

@@ -76,6 +76,7 @@ def test_each_sickness_gives_its_signal_and_no_other(name, change, sentence):
     {"groups_without_variance": [1.0, 1.0]},  # not for long enough
     {"truncated": [1.0, 0.2, 1.0]},
     {"grad_norm": 4.0},
+    {"failed": [24.0] * 3, "cut_off": [22.0] * 3},  # cancelled by oversampling, not failed
     {"canary_version": [7.0, 7.0], "canary_logprob": [-20.5, -20.5]},  # nothing was published in between
 ])  # fmt: skip
 def test_what_passes_or_has_its_reason_gives_none(change):

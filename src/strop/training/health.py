@@ -120,7 +120,8 @@ def _malformed(steps: Sequence[Metrics], settings: HealthSettings) -> str | None
 
 
 def _failed(steps: Sequence[Metrics], settings: HealthSettings) -> str | None:
-    shares = [{"share": s["failed"] / s["attempts"]} if s.get("attempts") else {} for s in steps[-settings.window :]]
+    last = [step for step in steps[-settings.window :] if step.get("attempts")]
+    shares = [{"share": (step["failed"] - step.get("cut_off", 0.0)) / step["attempts"]} for step in last]
     share = _lasting(shares, "share", settings, settings.failed)
     return None if share is None else f"{share:.0%} of attempts fail for reasons of the system"
 
@@ -247,7 +248,7 @@ def _reward(steps: Sequence[Metrics]) -> float:
 
 
 _WATCHED = (
-    "mismatch_kl", "groups_without_variance", "truncated", "malformed_share", "failed", "attempts", "entropy",
+    "mismatch_kl", "groups_without_variance", "truncated", "malformed_share", "failed", "cut_off", "attempts", "entropy",
     "tokens_per_attempt", "grad_norm", "canary_version", "canary_logprob", "reward",
 )  # fmt: skip
 

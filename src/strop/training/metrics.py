@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import fmean, pstdev
 
 from strop.agents.metrics import Metrics, attempt_metrics
-from strop.rollouts import Group
+from strop.rollouts import Failed, FailureKind, Group, Rollout
 
 
 def batch_metrics(groups: Sequence[Group], version: int) -> Metrics:
@@ -30,8 +30,14 @@ def batch_metrics(groups: Sequence[Group], version: int) -> Metrics:
         **attempt_metrics(rollouts),
         **({"malformed_share": fmean(malformed)} if malformed else {}),
         "groups": float(len(groups)),
+        "cut_off": float(sum(_cut_off(rollout) for rollout in rollouts)),  # oversampling prefers who is done early
         "reward_std_in_group": fmean(spreads) if spreads else 0.0,
         "groups_without_variance": fmean(spread == 0 for spread in spreads) if spreads else 1.0,
         "staleness_mean": fmean(ages) if ages else 0.0,
         "staleness_max": float(max(ages, default=0)),
     }
+
+
+def _cut_off(rollout: Rollout) -> bool:
+    """Whether the attempt was cancelled because enough others of its group had finished before it."""
+    return isinstance(rollout.ending, Failed) and rollout.ending.kind is FailureKind.CANCELLED

@@ -15,6 +15,7 @@ from strop.models.load import check_model, load_model
 from strop.rollouts import derive_seed
 from strop.runs.reading import RunRecord
 from strop.runs.run import Run
+from strop.runs.waits import GRACE
 from strop.training.health import HealthWatch, check_signals
 from strop.training.replay import borrow_batches
 from strop.training.workshop import Workshop, check_prompt
@@ -148,7 +149,8 @@ async def train(run: Run) -> dict[str, Any]:
         run.ending()
         raise
     finally:
-        await shop.sampler.close()
+        with run.waits.during("the sampler to close", GRACE):
+            await shop.sampler.close()
         run.log("cost", ledger=run.ledger.snapshot())
     summary = summarise(RunRecord(run.path))
     run.finish(summary)
