@@ -6,19 +6,20 @@ TORCH  ?= torch==2.13.0
 RUN    ?= quickstart
 BIN    := $(VENV)/bin
 
-.PHONY: quickstart test test-all lint bench bench-peers chaos setup clean
+.PHONY: quickstart test test-all lint bench bench-peers chaos reference setup clean
 
 $(VENV)/.ready: pyproject.toml $(wildcard setup.py)
-	@echo "==> setting up $(VENV) (once, a few minutes)"
+	@echo "==> setting up $(VENV): torch and what strop needs (once, a minute or more)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)" "setuptools>=77"
 	@$(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation -e ".[dev]"
+	@echo "==> ready"
 	@touch $@
 
 setup: $(VENV)/.ready
 
 quickstart: setup
-	@$(BIN)/strop quickstart --name $(RUN)
+	@$(BIN)/strop train recipes/quickstart.toml --continue --set name=$(RUN)
 
 test: setup
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
@@ -40,6 +41,11 @@ bench-peers: setup
 
 chaos: setup
 	$(BIN)/python checks/chaos.py --kills 200
+
+# The reference, from the docstrings.
+reference: setup
+	$(BIN)/pip install --quiet --disable-pip-version-check pdoc
+	$(BIN)/pdoc --output-directory build/reference strop
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info
