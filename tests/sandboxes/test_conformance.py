@@ -30,10 +30,9 @@ from strop.sandboxes.sandbox import MIB
 LIMITS = Limits(memory=256 * MIB, processes=128, disk=64 * MIB, inodes=20000, timeout=20.0)
 
 
-@pytest.fixture(params=["local", "fresh network", "warm", "http"])
+@pytest.fixture(params=["local", "warm", "http"])
 async def pool(request: pytest.FixtureRequest, host_image: Image) -> AsyncIterator[SandboxPool]:
     image = replace(host_image, env={**host_image.env, "FROM_IMAGE": "1"}, cwd="/tmp")
-    network = "fresh" if request.param == "fresh network" else "none"
     if request.param == "http":
         listening: asyncio.Future[tuple[str, str]] = asyncio.get_running_loop().create_future()
         serving = asyncio.create_task(
@@ -45,7 +44,7 @@ async def pool(request: pytest.FixtureRequest, host_image: Image) -> AsyncIterat
         await asyncio.wait([serving], timeout=20)
         assert serving.done()
         return
-    async with LocalPool(image, limits=LIMITS, network=network, warm=2 if request.param == "warm" else 0) as local:
+    async with LocalPool(image, limits=LIMITS, warm=2 if request.param == "warm" else 0) as local:
         yield local
 
 
