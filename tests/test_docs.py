@@ -43,7 +43,9 @@ def test_every_recipe_passes_every_check(recipe):
     check(load_recipe(recipe))
 
 
-@pytest.mark.parametrize("page", sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")]), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "page", sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")]), ids=lambda path: path.name
+)
 def test_links_between_pages_lead_somewhere(page):
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"

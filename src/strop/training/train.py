@@ -128,12 +128,16 @@ async def train(run: Run) -> dict[str, Any]:
     recipe = run.recipe
     check(recipe)
     price = price_of(recipe.costs.machine, recipe.costs.usd_per_hour)
+
+    def tell(what: str, share: float) -> None:
+        run.tell("progress", what=what, done=round(100 * share), of=100)
+
     borrow_batches(run)
     run.watch()
     run.listeners.append(HealthWatch(run).hear)
     with run.ledger.activity("setup"), run.waits.during("setting up", recipe.deadlines.setup_seconds):
-        run.tell("progress", what=f"loading {recipe.model.name}", done=0, of=0)
-        shop = build(run, load_model(recipe.model.name))
+        tell(f"loading {recipe.model.name}", 0.0)
+        shop = build(run, load_model(recipe.model.name, progress=tell))
         for stage in recipe.stages:
             environment = shop.environment(stage)
             for split in ("train", recipe.evaluation_of(stage).split):
