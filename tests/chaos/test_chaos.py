@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parents[2] / "checks" / "chaos.py"
 
 
+@pytest.mark.timeout(1200)  # a minute, but not on a machine that is busy with other things
 def test_killed_runs_end_as_if_they_had_not_been_killed():
     """In a process of its own: it forks, which a process with other tests' threads should not."""
     command = [sys.executable, str(SCRIPT), "--kills", "16"]

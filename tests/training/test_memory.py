@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "memory.py"
 
 
+@pytest.mark.timeout(1200)  # some seconds, but not on a machine that is busy with other things
 def test_twenty_thousand_attempts_leave_memory_where_it_was():
     """An attempt is some 4 KiB as Python objects: kept in a list, 16,000 of them would show as 64 MiB."""
     command = [sys.executable, str(SCRIPT), "--attempts", "20000"]
