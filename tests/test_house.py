@@ -47,7 +47,9 @@ def test_arrows_point_down(path):
         assert LAYER[other] <= LAYER[room], f"{room} imports {other}, which is above it"
 
 
-@pytest.mark.parametrize("module", ["strop", "strop.cli", "strop.config", "strop.rollouts", "strop.costs", "strop.runs"])
+@pytest.mark.parametrize(
+    "module", ["strop", "strop.cli", "strop.config", "strop.rollouts", "strop.costs", "strop.runs"]
+)
 def test_importing_a_door_loads_nothing_heavy(module):
     code = f"import sys, {module}; print([m for m in ('torch', 'transformers', 'ray', 'vllm') if m in sys.modules])"
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

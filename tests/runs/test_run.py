@@ -33,13 +33,17 @@ RECIPE = parse_recipe(
 
 
 def sample_group() -> Group:
-    task = Task("t", "e", ({"role": "user", "content": "é\u2028?"},), ({"type": "function"},), {"answer": 1}, {"d": "x"})
+    task = Task(
+        "t", "e", ({"role": "user", "content": "é\u2028?"},), ({"type": "function"},), {"answer": 1}, {"d": "x"}
+    )
     calls = [
         ModelCall(None, [1, 2], [3], [-0.1000000014901161], [0], FinishReason.STOP, 1, 0.5, 0.75),
         ModelCall(0, [4], [5, 6], [-2.0, -1e-7], [0, 1], FinishReason.LENGTH),
         ModelCall(None, [9], [], [], [], FinishReason.LENGTH),
     ]
-    scored = Rollout("g/0", "t", "e", 0, 2**62, calls, [{"role": "assistant", "content": "5"}], Scored(1.5, {"m": 2.0}, True))
+    scored = Rollout(
+        "g/0", "t", "e", 0, 2**62, calls, [{"role": "assistant", "content": "5"}], Scored(1.5, {"m": 2.0}, True)
+    )
     failed = Rollout("g/1", "t", "e", 1, 7, [], [], Failed(FailureKind.SANDBOX, "it died"), tries=3, forks=1)
     return Group("g", task, [scored, failed], 4)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from strop.sampling import kernels
 
-pytestmark = pytest.mark.skipif(not kernels.built(), reason="attention in C is not built")
+pytestmark = pytest.mark.skipif(not kernels.built(), reason="the kernels are not built")
 
 
 def random_case(seed, dtype, kv_heads=2, group=3, width=64, context=192, rows=5, tokens=9):

@@ -19,6 +19,15 @@ async def living(box: LocalSandbox) -> int:
     return int(result.stdout) - 2
 
 
+async def settled(box: LocalSandbox) -> int:
+    """As `living`, once those that were killed are reaped: on a busy machine that is not at once."""
+    for _ in range(100):
+        if (count := await living(box)) == 0:
+            break
+        await asyncio.sleep(0.03)
+    return count
+
+
 @pytest.mark.parametrize(
     "command",
     [
@@ -37,7 +46,7 @@ async def test_a_fork_bomb_meets_the_limit_and_dies_at_its_time(
     assert (await bystander.exec("echo here", timeout=20)).ok
     result = await task
     assert result.timed_out and result.signal == signal.SIGKILL
-    assert await living(box) == 0
+    assert await settled(box) == 0
     await bystander.destroy()
 
 
@@ -45,7 +54,7 @@ async def test_processes_are_limited(box: LocalSandbox) -> None:
     script = "import os,time\nn=0\nwhile 1:\n try: pid=os.fork()\n except OSError: break\n if pid==0: time.sleep(60)\n n+=1\nprint(n)"
     result = await box.exec(["python3", "-c", script], kill_leftovers=True)
     assert 100 <= int(result.stdout) <= 128
-    assert await living(box) == 0
+    assert await settled(box) == 0
 
 
 async def test_cpu_time_is_limited_to_its_share(pool: LocalPool) -> None:
@@ -70,7 +79,7 @@ async def test_the_agent_can_not_be_killed_from_inside(box: LocalSandbox) -> Non
 async def test_killing_everything_kills_only_what_is_inside(box: LocalSandbox) -> None:
     await box.exec("(sleep 100 &); kill -9 -1")
     assert psutil.Process().is_running()
-    assert await living(box) == 0
+    assert await settled(box) == 0
 
 
 async def test_no_process_of_the_host_can_be_named(box: LocalSandbox) -> None:
@@ -85,7 +94,7 @@ async def test_a_time_out_reaches_what_left_its_session_and_traps_signals(box: L
     started = time.monotonic()
     result = await box.exec(["/bin/bash", "-c", line], timeout=0.5)
     assert result.timed_out and time.monotonic() - started < 5
-    assert await living(box) == 0
+    assert await settled(box) == 0
 
 
 async def test_a_time_out_spares_what_other_commands_run(box: LocalSandbox) -> None:
@@ -105,7 +114,7 @@ async def test_leftovers_die_when_that_is_asked_for(box: LocalSandbox) -> None:
     assert (
         await box.exec("(setsid nohup sleep 300 >/dev/null 2>&1 &); echo main-done", kill_leftovers=True)
     ).stdout == b"main-done\n"
-    assert await living(box) == 0
+    assert await settled(box) == 0
 
 
 async def test_a_daemon_that_holds_the_output_does_not_hold_the_result(box: LocalSandbox) -> None:
@@ -148,7 +157,7 @@ async def test_a_cancelled_call_takes_its_command_along(box: LocalSandbox) -> No
         if await living(box) == 0:
             break
         await asyncio.sleep(0.02)
-    assert await living(box) == 0
+    assert await settled(box) == 0
 
 
 async def test_orphans_are_reaped(box: LocalSandbox) -> None:
@@ -164,7 +173,7 @@ async def test_ignored_signals_of_the_host_are_not_ignored_inside(box: LocalSand
 
 
 async def test_real_time_priority_and_negative_niceness_are_refused(box: LocalSandbox) -> None:
-    script = "import os\ntry:\n os.sched_setscheduler(0,os.SCHED_FIFO,os.sched_param(50)); print('rt')\nexcept PermissionError: pass\ntry:\n os.setpriority(os.PRIO_PROCESS,0,-10); print('nice')\nexcept PermissionError: pass"
+    script = "import os\ntry:\n os.sched_setscheduler(0,os.SCHED_FIFO,os.sched_param(50)); print('rt')\nexcept PermissionError: pass\ntry:\n os.setpriority(os.PRIO_PROCESS,0,-20); print('nice')\nexcept PermissionError: pass"
     assert (await box.exec(["python3", "-c", script])).stdout == b""
 
 

@@ -7,13 +7,12 @@ import json
 from pathlib import Path
 
 import pytest
+from tiny import make_model
 
 from strop.config import Recipe, parse_recipe
 from strop.runs.reading import RunRecord
 from strop.runs.run import Run, check_checkpoint
 from strop.training.train import train
-
-from tiny import make_model
 
 LETTERS = Path(__file__).parents[1] / "letters.py"
 

@@ -3,56 +3,19 @@
  * Every query token is computed by itself, by one order of operations that depends on its position alone: what is
  * beside it, in which row it lies and how many threads run change no bit of the result. Arithmetic is fp32; keys,
  * values, queries and results are bf16 or fp32. Softmax as usual: subtract the maximum, exponentiate, divide at last.
- *
- * Plain C with GCC's vector extension: the compiler makes a version for each level of the processor.
  */
-#include <math.h>
-#include <stdint.h>
 #include <stdlib.h>
-#include <string.h>
 
-#if defined(__x86_64__) && defined(__gnu_linux__) && !defined(__clang__)
-#define VERSIONS __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#include "vectors.h"
+
+#ifdef _OPENMP
+#include <omp.h>
+#define THREAD omp_get_thread_num()
 #else
-#define VERSIONS
+#define THREAD 0
 #endif
-#define INLINE static inline __attribute__((always_inline))
 
-enum { LANES = 16, KEYS = 8, MOST_HEADS = 16, MOST_CHUNKS = 16 }; /* query heads that share keys; head_dim up to 256 */
-
-typedef float vector __attribute__((vector_size(4 * LANES)));
-typedef int32_t integers __attribute__((vector_size(4 * LANES)));
-typedef uint32_t words __attribute__((vector_size(4 * LANES)));
-typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
-
-INLINE vector load_bf16(const uint16_t *from) {
-    halves h;
-    memcpy(&h, from, sizeof h);
-    return (vector)(__builtin_convertvector(h, words) << 16);
-}
-
-INLINE vector load_fp32(const float *from) {
-    vector v;
-    memcpy(&v, from, sizeof v);
-    return v;
-}
-
-/* Round to nearest even, as PyTorch does. */
-INLINE void store_bf16(uint16_t *to, vector v) {
-    words w = (words)v;
-    halves h = __builtin_convertvector((w + 0x7fff + ((w >> 16) & 1)) >> 16, halves);
-    memcpy(to, &h, sizeof h);
-}
-
-INLINE void store_fp32(float *to, vector v) { memcpy(to, &v, sizeof v); }
-
-INLINE float sum(vector v) {
-    float lane[LANES];
-    memcpy(lane, &v, sizeof v);
-    for (int width = LANES / 2; width; width /= 2)
-        for (int i = 0; i < width; i++) lane[i] += lane[i + width];
-    return lane[0];
-}
+enum { KEYS = 8, MOST_HEADS = 16, MOST_CHUNKS = 16 }; /* query heads that share keys; head_dim up to 256 */
 
 /* Neighbouring lanes added: those of a, then those of b. */
 INLINE vector fold(vector a, vector b) {
@@ -65,24 +28,6 @@ INLINE vector sums(const vector v[KEYS]) {
     const vector low = fold(fold(v[0], v[1]), fold(v[2], v[3])), high = fold(fold(v[4], v[5]), fold(v[6], v[7]));
     const vector two = fold(low, high);
     return fold(two, two);
-}
-
-/* exp for arguments of at most 0: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2] (Cephes' expf; error under 2 ulp). */
-INLINE vector exponential(vector x) {
-    const vector lowest = (vector){} - 87.0f;
-    const integers below = x < lowest;
-    x = (vector)((below & (integers)lowest) | (~below & (integers)x));
-    vector scaled = x * 1.44269504088896341f - 0.5f;
-    integers n = __builtin_convertvector(scaled, integers); /* towards 0: the nearest integer of x / ln 2, as x <= 0 */
-    vector whole = __builtin_convertvector(n, vector);
-    vector r = x - whole * 0.693359375f - whole * -2.12194440e-4f;
-    vector p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    return p * (vector)((n + 127) << 23);
 }
 
 #define DEFINE(NAME, ELEMENT, LOAD, STORE)                                                                             \
@@ -179,13 +124,6 @@ INLINE vector exponential(vector x) {
         free(scores);                                                                                                  \
         return 0;                                                                                                      \
     }
-
-#ifdef _OPENMP
-#include <omp.h>
-#define THREAD omp_get_thread_num()
-#else
-#define THREAD 0
-#endif
 
 DEFINE(attention_bf16, uint16_t, load_bf16, store_bf16)
 DEFINE(attention_fp32, float, load_fp32, store_fp32)
