@@ -2,9 +2,10 @@
 
 Batch invariance: what a token's logits are depends, bit for bit, on the tokens before it and the weights alone, not on
 what is computed beside it, in which row, or in how many pieces. Every kernel here computes a row of its result from a
-row of its input by one order of operations: linear layers through oneDNN with packed weights; attention token by token
-in C, or, where that isn't built, over a fixed grid of keys, where hidden keys add exact zeros; norms along contiguous
-rows. Few rows would go through other kernels, so that they are filled up; in fp32, values are summed block by block.
+row of its input by one order of operations: linear layers through oneDNN with packed weights; what lies between them
+token by token in C, or, where that isn't built, through PyTorch, with attention over a fixed grid of keys, where hidden
+keys add exact zeros. Few rows would go through other kernels, so that they are filled up; in fp32, values are summed
+block by block.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from strop.models.fused import Decoder, DecoderLayer
-from strop.sampling.kernels import cached_attention, supports
+from strop.sampling import kernels
 from strop.sampling.kv_cache import KeyValueCache
 
 #: Keys are computed in whole blocks of this many: a multiple of every vector width.
@@ -74,7 +75,7 @@ class FusedPass:
         cache: where keys and values are; its context is whole blocks.
         packed: keep a second copy of the matrices in oneDNN's own layout: a fifth faster at 64 rows, twice the memory;
             `pack` must follow every change of the weights. fp32 always packs, for batch invariance.
-        native: attention in C, where it is built and takes this decoder's sizes.
+        native: what lies between matrix products in C, where it is built and takes this decoder's sizes.
     """
 
     def __init__(self, decoder: Decoder, cache: KeyValueCache, packed: bool = True, native: bool = True) -> None:
@@ -83,7 +84,7 @@ class FusedPass:
         on_cpu = device.type == "cpu" and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         self.packed = on_cpu and (packed or self.dtype == torch.float32)
         context = cache.keys[0].shape[2]
-        fits = supports(decoder.heads, decoder.kv_heads, decoder.head_dim, context)
+        fits = kernels.supports(decoder.heads, decoder.kv_heads, decoder.head_dim, context)
         self.native = native and fits and device.type == "cpu" and self.dtype in (torch.bfloat16, torch.float32)
         cos, sin = decoder.rotary(torch.arange(context, device=device))
         half = decoder.head_dim // 2
@@ -129,27 +130,27 @@ class FusedPass:
     # -- the layers -------------------------------------------------------------------------------------------------
 
     def _layers(self, tokens: Tensor, rows: Tensor, positions: Tensor, together: list[_Together]) -> Tensor:
-        decoder = self.decoder
-        heads, kv_heads, width = decoder.heads, decoder.kv_heads, decoder.head_dim
-        cos, sin = self._cos[positions], self._sin[positions]
+        decoder, added = self.decoder, None
         x = decoder.embedding[tokens]  # (tokens, hidden)
-        mixed = x.new_empty((len(tokens), heads, width))
+        mixed = x.new_empty((len(tokens), decoder.heads, decoder.head_dim))
         for layer, keys, values in zip(decoder.layers, self.cache.keys, self.cache.values, strict=True):
-            qkv = self._linear(self._norm(x, layer.input_norm), layer.qkv, layer.qkv_bias).view(len(tokens), -1, width)
-            q, k = self._rotated(qkv[:, : heads + kv_heads], layer, cos, sin)
-            keys[rows, :, positions] = k
-            values[rows, :, positions] = qkv[:, heads + kv_heads :]
+            qkv = self._linear(self._norm(x, layer.input_norm, added), layer.qkv, layer.qkv_bias)
+            q = self._place(qkv, layer, rows, positions, keys, values)
             if self.native:
-                cached_attention(q, keys, values, rows, positions, decoder.attention_scale, mixed)
+                kernels.cached_attention(q, keys, values, rows, positions, decoder.attention_scale, mixed)
             for group in together:
                 self._attend(q[group.queries], keys, values, group, mixed[group.queries])
-            x = x + self._linear(mixed.flatten(1), layer.out, layer.out_bias)
-            gate_up = self._linear(self._norm(x, layer.post_norm), layer.gate_up, layer.gate_up_bias)
-            gate, up = gate_up.chunk(2, dim=-1)
-            x = x + self._linear(functional.silu(gate).mul_(up), layer.down, layer.down_bias)
-        return x
+            added = self._linear(mixed.flatten(1), layer.out, layer.out_bias)
+            gate_up = self._linear(self._norm(x, layer.post_norm, added), layer.gate_up, layer.gate_up_bias)
+            added = self._linear(self._gated(gate_up), layer.down, layer.down_bias)
+        return x if added is None else x.add_(added)
 
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+    def _norm(self, x: Tensor, weight: Tensor, added: Tensor | None = None) -> Tensor:
+        """The norm of `x`, after `added` is added to it in place."""
+        if self.native:
+            return kernels.residual_norm(x, added, weight, self.decoder.norm_eps)
+        if added is not None:
+            x += added
         return functional.rms_norm(x, (x.shape[-1],), weight, self.decoder.norm_eps)
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -162,17 +163,38 @@ class FusedPass:
             y = functional.linear(x, weight, bias)
         return y[:rows]  # type: ignore[no-any-return]
 
-    def _rotated(self, qk: Tensor, layer: DecoderLayer, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys with their positions: (tokens, heads, head_dim) and (tokens, kv_heads, head_dim)."""
-        heads = self.decoder.heads
-        if layer.q_norm is not None and layer.k_norm is not None:
-            qk = torch.cat([self._norm(qk[:, :heads], layer.q_norm), self._norm(qk[:, heads:], layer.k_norm)], dim=1)
-        first, second = qk.chunk(2, dim=-1)
-        out = torch.empty_like(qk, memory_format=torch.contiguous_format)
+    def _gated(self, gate_up: Tensor) -> Tensor:
+        if self.native:
+            return kernels.gated(gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return functional.silu(gate).mul_(up)
+
+    def _place(
+        self, qkv: Tensor, layer: DecoderLayer, rows: Tensor, positions: Tensor, keys: Tensor, values: Tensor
+    ) -> Tensor:
+        """Rotate queries and keys by their positions, and put keys and values into the cache.
+
+        Returns:
+            The queries: (tokens, heads, head_dim).
+        """
+        decoder, norms = self.decoder, (layer.q_norm, layer.k_norm)
+        if self.native:
+            return kernels.place(qkv, norms, decoder.norm_eps, self._cos, self._sin, rows, positions, keys, values)
+        heads, kept = qkv.view(len(qkv), -1, decoder.head_dim), decoder.heads + decoder.kv_heads
+        q, k, values[rows, :, positions] = heads[:, : decoder.heads], heads[:, decoder.heads : kept], heads[:, kept:]
+        q, k = (x if norm is None else self._norm(x, norm) for x, norm in zip((q, k), norms, strict=True))
+        keys[rows, :, positions] = self._rotated(k, positions)
+        return self._rotated(q, positions)
+
+    def _rotated(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Heads with their positions: (tokens, heads, head_dim)."""
+        cos, sin = self._cos[positions], self._sin[positions]
+        first, second = x.chunk(2, dim=-1)
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
         half = self.decoder.head_dim // 2
         torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
         torch.mul(second, cos, out=out[..., half:]).addcmul_(first, sin)
-        return out[:, :heads], out[:, heads:]
+        return out
 
     # -- attention --------------------------------------------------------------------------------------------------
 
