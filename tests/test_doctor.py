@@ -127,7 +127,7 @@ def test_a_gpu_that_torch_cannot_use_is_a_warning(tmp_path: Path, monkeypatch: p
     assert "driver" in found("GPU", tmp_path).mend
 
 
-@pytest.mark.parametrize(("tier", "state"), [("namespaces", "ok"), ("bubblewrap", "warning"), ("none", "optional")])
+@pytest.mark.parametrize(("tier", "state"), [("namespaces", "ok"), ("none", "optional")])
 def test_the_sandbox_tier_is_the_probes_and_what_it_lacks_is_to_mend(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tier: str, state: str
 ) -> None:

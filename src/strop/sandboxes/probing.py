@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import sys
 import threading
 from collections.abc import Callable
@@ -43,7 +42,7 @@ class Report:
     """What `probe` found.
 
     Attributes:
-        tier: "namespaces" (own user ids, all limits), "bubblewrap" (weaker, only if asked for by name) or "none".
+        tier: "namespaces" (own user ids, all limits) or "none".
         lacks: what is missing, the fatal ones first.
         cgroups: hierarchies in use, by name.
         detail: one sentence about what was tried.
@@ -154,7 +153,4 @@ def probe() -> Report:
     groups = tuple(sorted(roots.folders))
     if outcome[0] is None:
         return Report("namespaces", tuple(lacks), groups, "a sandbox was made and ran a command")
-    tier = "bubblewrap" if shutil.which("bwrap") else "none"
-    if tier == "none":
-        lacks.append(Lack("bubblewrap", "the weaker fallback", "apt-get install bubblewrap", fatal=False))
-    return Report(tier, tuple(lacks), groups, outcome[0])
+    return Report("none", tuple(lacks), groups, outcome[0])
