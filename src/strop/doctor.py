@@ -246,7 +246,7 @@ def _sandboxes() -> Iterator[Finding]:
 
     report = probe()
     # Only environments that run model-written code need them; these refuse to start without.
-    states: dict[str, State] = {"namespaces": "ok", "none": "optional"}
+    state: State = "ok" if report.tier == "namespaces" else "optional"
     yield Finding("sandboxes", state, f"{report.tier}: {report.detail}")
     for lack in report.lacks:
         yield Finding(f"sandboxes: {lack.what}", "optional", f"missing, for {lack.why}", lack.mend)
