@@ -139,7 +139,8 @@ class LiveLine:
                 extra = event["metrics"].get("recovery")
                 recovery = f", recovery from errors {extra:.0%}" if extra is not None else ""
                 console.print(
-                    f"  [bold cyan]held-out score ({event['name']}): {interval(score)} of {score.n} tasks[/]{recovery}"
+                    f"  [bold cyan]held-out score ({event['name']}): {interval(score)} of {score.n} tasks[/]{recovery}",
+                    soft_wrap=True,
                 )
             case "warning":
                 console.print(f"  [yellow]! {event['message']}[/]")
@@ -154,7 +155,9 @@ class LiveLine:
         parts = [f"{name} {metrics[key]:{form}}" for key, name, form in COLUMNS if key in metrics]
         spent = dollars(self.price.usd(self.run.ledger.seconds))
         console.print(
-            f"  step {event['step'] + 1:>3}/{self._steps()}  {'  '.join(parts)}  [dim]{spent}[/]", highlight=False
+            f"  step {event['step'] + 1:>3}/{self._steps()}  {'  '.join(parts)}  [dim]{spent}[/]",
+            highlight=False,
+            soft_wrap=True,
         )
 
     def _render(self) -> Text:
