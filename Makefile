@@ -23,6 +23,7 @@ quickstart: setup
 
 test: setup
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+	$(BIN)/strop model get smollm2
 	$(BIN)/python -m pytest -m "not slow"
 
 test-all: setup
