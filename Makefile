@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 
 .PHONY: quickstart test test-all lint bench bench-peers chaos reference setup clean
 
-$(VENV)/.ready: pyproject.toml $(wildcard setup.py)
+$(VENV)/.ready: pyproject.toml setup.py $(wildcard src/strop/*/*/*.[ch])
 	@echo "==> setting up $(VENV): torch and what strop needs (once, a minute or more)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)" "setuptools>=77"

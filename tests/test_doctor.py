@@ -155,3 +155,9 @@ def test_the_table_puts_what_is_missing_first_among_what_to_mend() -> None:
     ready = StringIO()
     Console(file=ready, width=120, color_system=None).print(show_findings(findings[3:]))
     assert "ready: make quickstart" in ready.getvalue()
+
+
+def test_kernels_that_were_not_built_are_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("strop.sampling.kernels.built", lambda: False)
+    finding = found("kernels in C", tmp_path)
+    assert finding.state == "warning" and "gcc" in finding.mend

@@ -71,6 +71,7 @@ def diagnose(folder: Path = Path()) -> list[Finding]:
         _python,
         _torch,
         _processor,
+        _kernels,
         _memory,
         lambda: _disk(folder),
         _start_model,
@@ -156,6 +157,16 @@ def _processor() -> Iterator[Finding]:
         )
     else:
         yield Finding("processor", "ok", what)
+
+
+def _kernels() -> Iterator[Finding]:
+    from strop.sampling.kernels import built
+
+    if built():
+        yield Finding("kernels in C", "ok", "decoding on the CPU uses them")
+    else:
+        mend = "apt-get install gcc && pip install --force-reinstall --no-deps strop"
+        yield Finding("kernels in C", "warning", "not built: decoding on the CPU is several times slower", mend)
 
 
 def _memory() -> Iterator[Finding]:
