@@ -73,12 +73,73 @@ class AgentSettings(Settings):
     max_turns: Positive = 8  # replies of one attempt (tool_loop)
 
 
+class CriterionSettings(Settings):
+    """One line of a judge's rubric."""
+
+    name: Name
+    text: str  # what full marks are given for
+    weight: Annotated[float, Field(gt=0)] = 1.0
+
+
+class JudgeSettings(Settings):
+    """A model behind an OpenAI-compatible endpoint that scores attempts: by a rubric, or against a reference reply."""
+
+    url: str  # up to and with /v1
+    model: str
+    key_variable: str = ""  # environment variable that holds the API key; "": none is sent
+    rubric: list[CriterionSettings] = []
+    reference: str = ""  # key of the task's data that holds a reply to compare with (pairwise); "": the rubric decides
+    instructions: str = ""  # further words to the judge
+    weight: Annotated[float, Field(gt=0, le=1)] = 1.0  # in the reward; the rest is the environment's own score
+    solved_at: Share = 0.5  # judge's score that counts as solved, where the environment's own has no weight
+    max_tokens: Positive = 512  # of one judgement
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    seconds: Seconds = 60.0  # for one call
+    tries: Positive = 3  # of a call that fails or can't be read; then the attempt has failed, it is never scored 0
+    in_flight: Positive = 16  # calls at once
+    usd_per_million_prompt: Annotated[float, Field(ge=0)] = 0.0
+    usd_per_million_completion: Annotated[float, Field(ge=0)] = 0.0
+    budget_usd: Annotated[float, Field(gt=0)] | None = None  # of the whole run; a call that could pass it ends the run
+    cache: str = ""  # file that keeps judgements; "": judgements.sqlite in the run's directory
+
+    @model_validator(mode="after")
+    def _has_a_measure(self) -> Self:
+        if bool(self.rubric) == bool(self.reference):
+            raise ValueError("a judge needs either a rubric or the key of a reference, and not both")
+        if self.budget_usd is not None and not (self.usd_per_million_prompt or self.usd_per_million_completion):
+            raise ValueError("budget_usd needs a price: give usd_per_million_prompt and usd_per_million_completion")
+        return self
+
+
 class EnvironmentSettings(Settings):
     """What is attempted."""
 
     name: str  # a built-in one, "package.module:Class", or "path/to/file.py:Class"
     options: dict[str, Any] = {}
     agent: AgentSettings = AgentSettings()
+    judge: JudgeSettings | None = None
+
+
+class CurriculumSettings(Settings):
+    """Which tasks come up more often: those that are solved about half the time. See `strop.training.tasks`."""
+
+    label: str  # tasks are told apart by this label of theirs
+    least_share: Share = 0.2  # of the draws that are spread evenly over the label's values, whatever was measured
+    memory: Share = 0.8  # what an earlier attempt counts for after each further step
+    pool: Positive = 1024  # only the first so many training tasks are drawn from
+
+
+class MixedSettings(EnvironmentSettings):
+    """One of several environments in a stage."""
+
+    label: Name | Literal[""] = ""  # what it is called in metrics; "": its name
+    weight: Annotated[float, Field(gt=0)] = 1.0  # its share of the groups, beside the others' weights
+    curriculum: CurriculumSettings | None = None
+
+    @property
+    def called(self) -> str:
+        """What it is called in metrics and records."""
+        return self.label or self.name.rpartition(":")[2]
 
 
 class EvaluationSettings(Settings):
@@ -173,7 +234,7 @@ class CollectSettings(Settings):
     """How attempts are kept in flight and made into batches."""
 
     groups: Positive = 8  # trained on in one step
-    group_size: Annotated[int, Field(ge=2)] = 8
+    group_size: Positive = 8
     staleness: Annotated[int, Field(ge=0)] = 0  # most weight versions between sampling and training; 0: synchronous
     temperature: Annotated[float, Field(gt=0)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -212,15 +273,31 @@ class OverlongSettings(Settings):
     window: Positive
 
 
+class GateSettings(Settings):
+    """What the held-out score after a stage must reach for its model to be promoted to the next one."""
+
+    score_above: Share | None = None  # the lower end of the score's 95% interval
+    gain_above: Annotated[float, Field(ge=-1, le=1)] | None = None  # of the gain over the model before, as a share
+    otherwise: Literal["stop", "keep"] = "stop"  # end the run, resumable; or go on from the model before the stage
+
+    @model_validator(mode="after")
+    def _asks_something(self) -> Self:
+        if self.score_above is None and self.gain_above is None:
+            raise ValueError("a gate needs score_above or gain_above: the lower bound that must be passed")
+        return self
+
+
 class StageSettings(Settings):
     """What every stage has. A table given here replaces the recipe's."""
 
     name: Name
     steps: Positive
     schedule: ScheduleSettings
+    start: Literal["last", "fresh"] = "last"  # from the model that the last stage made, or from the recipe's anew
     environment: EnvironmentSettings | None = None
     evaluation: EvaluationSettings | None = None
     checkpoints: CheckpointSettings = CheckpointSettings()
+    gate: GateSettings | None = None
 
 
 class SFTSettings(StageSettings):
@@ -231,17 +308,87 @@ class SFTSettings(StageSettings):
     demonstrations: Positive = 1024  # distinct ones, drawn once
 
 
-class RLSettings(StageSettings):
-    """Reinforcement learning on scored attempts."""
+class AttemptsSettings(StageSettings):
+    """What stages have that train on attempts of the model."""
 
-    kind: Literal["rl"]
+    environments: list[MixedSettings] = []  # several in one stage; replaces `environment`
     collect: CollectSettings = CollectSettings()
     advantage: Named = Named(name="grpo")
     loss: list[Named] = [Named(name="ppo_clip")]  # components; each may have a weight
     overlong: OverlongSettings | None = None
 
+    @model_validator(mode="after")
+    def _environments_differ(self) -> Self:
+        if self.environments and self.environment:
+            raise ValueError("environment and environments were both given; list them all under environments")
+        names = [environment.called for environment in self.environments]
+        if doubled := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"two environments are called {doubled[0]!r}; give each a label of its own")
+        return self
 
-Stage = Annotated[SFTSettings | RLSettings, Field(discriminator="kind")]
+
+class RLSettings(AttemptsSettings):
+    """Reinforcement learning on scored attempts."""
+
+    kind: Literal["rl"]
+
+    @model_validator(mode="after")
+    def _groups_compare(self) -> Self:
+        if self.collect.group_size < 2:
+            raise ValueError(
+                "collect.group_size = 1 leaves nothing to compare an attempt with; it should be at least 2"
+            )
+        return self
+
+
+class TeacherSettings(Settings):
+    """A model whose log-probabilities the student learns from."""
+
+    model: str = ""  # a start model's name, a local folder, or a hub name
+    stage: str = ""  # or the model that this earlier stage of the run made
+    environments: list[str] = []  # whose attempts it scores, by what they are called; []: those no other one names
+
+    @model_validator(mode="after")
+    def _is_one_model(self) -> Self:
+        if bool(self.model) == bool(self.stage):
+            raise ValueError("a teacher is named by model or by stage: give one of the two")
+        return self
+
+
+class StoredSettings(Settings):
+    """Attempts that are on disk already: of a run's stage, the best of each group."""
+
+    run: str = ""  # its directory; "": this run
+    stage: str
+    best: Positive = 1  # attempts of each group, the highest rewards first
+    reward_above: float | None = None  # only attempts that were rewarded with more
+
+
+class DistillSettings(AttemptsSettings):
+    """Learning from teachers on the student's own attempts, or from stored attempts."""
+
+    kind: Literal["distill"]
+    teachers: list[TeacherSettings] = []
+    stored: StoredSettings | None = None  # nothing is sampled: these are trained on
+    loss: list[Named] = [Named(name="reverse_kl")]  # cross_entropy where there is no teacher
+
+    @model_validator(mode="before")
+    @classmethod
+    def _loss_without_a_teacher(cls, table: Any) -> Any:
+        if isinstance(table, dict) and "loss" not in table and not table.get("teachers"):
+            return {**table, "loss": [{"name": "cross_entropy"}]}
+        return table
+
+    @model_validator(mode="after")
+    def _has_something_to_learn_from(self) -> Self:
+        if not self.teachers and self.stored is None:
+            raise ValueError("there is nothing to learn from; name teachers, or the stored attempts to train on")
+        return self
+
+
+Stage = Annotated[SFTSettings | RLSettings | DistillSettings, Field(discriminator="kind")]
+#: Stages by their kind.
+KINDS: dict[str, type[StageSettings]] = {"sft": SFTSettings, "rl": RLSettings, "distill": DistillSettings}
 
 
 class Recipe(Settings):
@@ -267,19 +414,29 @@ class Recipe(Settings):
         if doubled := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"two stages are called {doubled[0]!r}; every stage needs a name of its own")
         for stage in self.stages:
-            environment = self.environment_of(stage)
-            if environment is None:
+            if not (isinstance(stage, AttemptsSettings) and stage.environments) and self.environment_of(stage) is None:
                 raise ValueError(f"stage {stage.name!r} has no environment; add an [environment] table to the recipe")
-            if environment.agent.max_tokens >= self.sampler.max_context:
-                raise ValueError(
-                    f"environment.agent.max_tokens = {environment.agent.max_tokens} leaves no room for a prompt in "
-                    f"sampler.max_context = {self.sampler.max_context}; raise the one or lower the other"
-                )
+            for environment in self.environments_of(stage):
+                if environment.agent.max_tokens >= self.sampler.max_context:
+                    raise ValueError(
+                        f"environment.agent.max_tokens = {environment.agent.max_tokens} leaves no room for a prompt in "
+                        f"sampler.max_context = {self.sampler.max_context}; raise the one or lower the other"
+                    )
+            if stage.gate and (not self.evaluation_of(stage).tasks or self.debug.only):
+                raise ValueError(f"stage {stage.name!r} has a gate, but nothing is evaluated; set evaluation.tasks")
         return self
 
     def environment_of(self, stage: StageSettings) -> EnvironmentSettings:
-        """The stage's environment, or the recipe's."""
+        """The stage's environment, or the recipe's: of several, the first."""
+        if isinstance(stage, AttemptsSettings) and stage.environments:
+            return stage.environments[0]
         return stage.environment or self.environment  # type: ignore[return-value]  # checked by _stages_fit
+
+    def environments_of(self, stage: StageSettings) -> list[MixedSettings]:
+        """The environments of a stage, most often one."""
+        if isinstance(stage, AttemptsSettings) and stage.environments:
+            return stage.environments
+        return [MixedSettings(**dict(self.environment_of(stage)))]
 
     def evaluation_of(self, stage: StageSettings) -> EvaluationSettings:
         """The stage's evaluation, or the recipe's."""
@@ -355,7 +512,7 @@ def _override(table: dict[str, Any], override: str) -> None:
 def _explain(error: ValidationError, table: Mapping[str, Any]) -> ConfigError:
     """The first problem in words a user can act on (the others follow once it is mended)."""
     problem = error.errors()[0]
-    location = [part for part in problem["loc"] if part not in ("sft", "rl")]
+    location = [part for part in problem["loc"] if part not in KINDS]
     key = _dotted(location, table)
     kind, given = problem["type"], problem.get("input")
     if kind == "extra_forbidden":
@@ -366,10 +523,12 @@ def _explain(error: ValidationError, table: Mapping[str, Any]) -> ConfigError:
     if kind == "missing":
         return ConfigError(key, "it is missing", "Add it")
     if kind == "union_tag_not_found":
-        return ConfigError(f"{key}.kind", "it is missing", 'Say kind = "sft" or kind = "rl"')
+        return ConfigError(f"{key}.kind", "it is missing", f"Say one of: {', '.join(map(repr, KINDS))}")
     if kind == "union_tag_invalid":
         tag = given.get("kind") if isinstance(given, Mapping) else given
-        return ConfigError(f"{key}.kind", f"there is no stage kind {tag!r}", "There are: 'sft', 'rl'")
+        return ConfigError(
+            f"{key}.kind", f"there is no stage kind {tag!r}", f"There are: {', '.join(map(repr, KINDS))}"
+        )
     if kind == "value_error":
         return ConfigError(key or "recipe", str(problem["ctx"]["error"]), "")
     message = problem["msg"].removeprefix("Input should be ").removeprefix("a valid ")
@@ -399,8 +558,8 @@ def _known_keys(location: Sequence[str | int]) -> list[str]:
     for part in location:
         if isinstance(part, int):
             continue
-        if part in ("sft", "rl"):
-            model = SFTSettings if part == "sft" else RLSettings
+        if part in KINDS:
+            model = KINDS[part]
         elif isinstance(model, type) and issubclass(model, BaseModel) and part in model.model_fields:
             model = _model_in(model.model_fields[part].annotation)
     return list(model.model_fields) if isinstance(model, type) and issubclass(model, BaseModel) else []
