@@ -8,7 +8,8 @@ from strop.learning.corrections import CORRECTIONS
 from strop.learning.filters import has_variance, overlong_penalty
 from strop.learning.learner import Learner, Metrics
 from strop.learning.losses import LOSSES, Component, Loss, Tokens, make_loss
-from strop.learning.packing import pack, pack_demonstrations
+from strop.learning.packing import pack, pack_demonstrations, pack_judged
+from strop.learning.preferences import PairLoss
 from strop.learning.schedules import Schedule
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ __all__ = [
     "Learner",
     "Loss",
     "Metrics",
+    "PairLoss",
     "Schedule",
     "Tokens",
     "has_variance",
@@ -33,6 +35,7 @@ __all__ = [
     "overlong_penalty",
     "pack",
     "pack_demonstrations",
+    "pack_judged",
 ]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,8 @@ from strop.learning.learner import Metrics
 from strop.learning.losses import Loss, Tokens
 from strop.learning.metrics import BatchMeter
 from strop.learning.microbatches import MicroBatch, split_batch
-from strop.learning.module_pass import module_logprobs
-from strop.learning.operators import apply
+from strop.learning.module_pass import module_logprobs, module_values
+from strop.learning.operators import Linear, apply
 from strop.learning.optimizer import MasterWeights
 from strop.learning.reference import ReferenceWeights
 from strop.learning.tree_attention import plan_attention
@@ -76,11 +77,24 @@ class EmbeddedLearner:
 
     def forward_backward(self, batch: Batch, loss: Loss, temperature: float = 1.0) -> Metrics:
         """See `Learner`."""
+        metrics = self._pass(batch, loss, temperature, learns=True)
+        self._has_gradient = self._has_gradient or not metrics.get("skipped")
+        return metrics
+
+    def measure(self, batch: Batch, loss: Loss, temperature: float = 1.0) -> Metrics:
+        """See `Learner`."""
+        with torch.no_grad():
+            return self._pass(batch, loss, temperature, learns=False)
+
+    def _pass(self, batch: Batch, loss: Loss, temperature: float, learns: bool) -> Metrics:
+        """The loss of a batch, and where the learner `learns` its gradient."""
         started = time.monotonic()
+        self._check_head(loss)
         batch = self._with_extras(batch, loss, temperature)
         counts = batch.trained_counts
         weights = [token_weights(counts, part.aggregation, part.constant) for _, _, part in loss.components]
-        chosen = np.flatnonzero(_with_gradient(batch) if loss.scales_with_advantage else counts > 0)
+        passed_over = learns and loss.scales_with_advantage
+        chosen = np.flatnonzero(_with_gradient(batch) if passed_over else counts > 0)
         meter = BatchMeter(loss)
         if not len(chosen):
             return {"skipped": 1.0, "loss": 0.0, "tokens_trained": 0.0, "tokens_computed": 0.0}
@@ -92,13 +106,19 @@ class EmbeddedLearner:
                     losses, metrics = component(tokens)
                     share = self._tensor(by_sequence[part.sequences].astype(np.float32))[tokens.sequence]
                     contribution = (losses * share).sum()
-                    meter.component(name, contribution, metrics)
+                    meter.component(name, contribution, metrics, component.by_sequence)
                     total = total + weight * contribution
-                total.backward()  # type: ignore[no-untyped-call]
-                self.masters.take_gradients()
+                if learns:
+                    total.backward()  # type: ignore[no-untyped-call]
+                    self.masters.take_gradients()
                 meter.part(part, tokens)
-        self._has_gradient = True
         return meter.result() | {"learner_seconds": time.monotonic() - started}
+
+    def _check_head(self, loss: Loss) -> None:
+        there = "values" if self.policy.gives_values else "logprobs"
+        if loss.reads != {there}:
+            asked = " and ".join(sorted(loss.reads))
+            raise BatchError(f"the loss reads {asked}, but the model ends in a head that gives {there}.")
 
     def _with_extras(self, batch: Batch, loss: Loss, temperature: float) -> Batch:
         """The batch with the log-probabilities that the loss needs and it doesn't carry."""
@@ -147,7 +167,8 @@ class EmbeddedLearner:
         gradient_of: GradientOf = self.masters.gradient_of
         if decoder is None:
             weights = reference.named() if reference else None
-            return module_logprobs(self.policy.model, part, temperature, self.policy.device, weights)
+            outputs = module_values if self.policy.gives_values else partial(module_logprobs, temperature=temperature)
+            return outputs(self.policy.model, part, device=self.policy.device, weights=weights)
         if reference:
             decoder, gradient_of = reference.decoder(decoder), _no_gradient
         hidden = hidden_states(
@@ -161,6 +182,9 @@ class EmbeddedLearner:
         )
         pairs = self._tensor(part.pair_rows), self._tensor(part.pair_tokens)
         head, gradient = decoder.head.detach(), gradient_of(decoder.head)
+        if self.policy.gives_values:
+            values = apply(Linear, hidden, head, None, gradient, None).float().squeeze(1)  # (rows,)
+            return values[pairs[0]][self._tensor(part.pair)]
         return apply(TokenLogprobs, hidden, head, gradient, *pairs, temperature)[self._tensor(part.pair)]
 
     def _tokens(self, batch: Batch, part: MicroBatch, logprobs: Tensor) -> Tokens:

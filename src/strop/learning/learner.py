@@ -52,6 +52,10 @@ class Learner(Protocol):
         """
         ...
 
+    def measure(self, batch: Batch, loss: Loss, temperature: float = 1.0) -> Metrics:
+        """What `forward_backward` would say of a batch, held-out data for instance. Leaves weights and gradient alone."""
+        ...
+
     def step(self, learning_rate: float) -> Metrics:
         """Apply the gradient and publish the weights.
 

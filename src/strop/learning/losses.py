@@ -19,7 +19,7 @@ from strop.learning.registry import Registry
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: What a component gives: per-token losses, and metrics as per-token values whose mean is logged.
+#: What a component gives: per-token losses, and metrics by token or by sequence whose mean is logged.
 PerToken = tuple["Tensor", dict[str, "Tensor"]]
 
 
@@ -29,7 +29,7 @@ class Tokens:
 
     Attributes:
         logprobs: (tokens,) log-probability under the learner's weights, at the sampler's temperature; fp32, with
-            gradient.
+            gradient. Of a model that ends in a value head: the value of what comes before the token.
         sampler_logprobs: (tokens,) as recorded when they were sampled.
         advantages: (tokens,).
         sequence: (tokens,) number of the sequence that each belongs to, 0 … sequences - 1.
@@ -110,8 +110,18 @@ class Component:
         """Whether it compares the sequences of a group, which must then be computed together."""
         return False
 
+    @property
+    def by_sequence(self) -> bool:
+        """Whether its metrics are one value a sequence, and not one a token."""
+        return False
+
+    @property
+    def reads(self) -> Literal["logprobs", "values"]:
+        """What the model has to end in: a head over the vocabulary, or a value head."""
+        return "logprobs"
+
     def __call__(self, tokens: Tokens) -> PerToken:
-        """Losses (tokens,) and metrics (tokens,) each."""
+        """Losses (tokens,) and metrics (tokens,) each, or (sequences,) where it measures `by_sequence`."""
         raise NotImplementedError(f"{type(self).__name__} must define __call__")
 
 
@@ -373,6 +383,11 @@ class Loss:
     def compares_sequences(self) -> bool:
         """Whether groups must be computed whole."""
         return any(component.compares_sequences for _, _, component in self.components)
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """What the model has to end in; more than one asks for what no model is."""
+        return frozenset(component.reads for _, _, component in self.components)
 
 
 def make_loss(specs: Sequence[Mapping[str, Any]], key: str = "loss") -> Loss:

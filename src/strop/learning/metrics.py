@@ -23,14 +23,16 @@ class BatchMeter:
         self.loss = loss
         self.parts: dict[str, float] = defaultdict(float)
         self.sums: dict[str, float] = defaultdict(float)
+        self.by_sequence: dict[str, float] = defaultdict(float)
         self.largest = 0.0
-        self.tokens = self.computed = 0
+        self.tokens = self.sequences = self.computed = 0
 
-    def component(self, name: str, contribution: Tensor, metrics: dict[str, Tensor]) -> None:
-        """Add a component's share of the loss, and its per-token metrics."""
+    def component(self, name: str, contribution: Tensor, metrics: dict[str, Tensor], by_sequence: bool) -> None:
+        """Add a component's share of the loss, and its metrics, one value a token or a sequence."""
         self.parts[name] += float(contribution.detach())
+        sums = self.by_sequence if by_sequence else self.sums
         for metric, values in metrics.items():
-            self.sums[metric] += float(values.detach().double().sum())
+            sums[metric] += float(values.detach().double().sum())
 
     def part(self, part: MicroBatch, tokens: Tokens) -> None:
         """Add what is measured of every trained token: with μ the sampler's and π the learner's distribution."""
@@ -38,6 +40,7 @@ class BatchMeter:
         log_ratio = logprobs - tokens.sampler_logprobs.double()  # log π / μ
         ratio = log_ratio.exp()
         self.tokens += len(logprobs)
+        self.sequences += len(tokens.groups)
         self.computed += len(part.tree.tokens)
         self.largest = max(self.largest, float(log_ratio.abs().max()))
         outside = (ratio < BAND[0]) | (ratio > BAND[1])
@@ -53,6 +56,7 @@ class BatchMeter:
     def result(self) -> dict[str, float]:
         """The metrics."""
         means = {name: value / max(self.tokens, 1) for name, value in self.sums.items()}
+        means |= {name: value / max(self.sequences, 1) for name, value in self.by_sequence.items()}
         if square := means.pop("correction_square", 0.0):
             means["effective_share"] = means["correction"] ** 2 / square  # (Σ w)² / (n Σ w²)
         return {

@@ -7,6 +7,7 @@ of them only, so no token counts twice.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import groupby
 
 import numpy as np
 
@@ -114,7 +115,11 @@ def _add_rollout(rows: _Rows, group: int, rollout: Rollout, advantage: float) ->
         rows.end(group, rollout.id)
 
 
-def pack_demonstrations(examples: Sequence[tuple[Sequence[int], Sequence[bool]]]) -> Batch:
+#: Token ids, and for each whether it is to be learnt.
+Example = tuple[Sequence[int], Sequence[bool]]
+
+
+def pack_demonstrations(examples: Sequence[Example]) -> Batch:
     """Make a batch for supervised learning.
 
     Args:
@@ -127,10 +132,27 @@ def pack_demonstrations(examples: Sequence[tuple[Sequence[int], Sequence[bool]]]
         BatchError: no example, lengths that differ, a mask without any true (it would train on nothing while the loss
             looks fine), or a first token that is to be learnt.
     """
+    return _pack_examples([(example, 1.0, number) for number, example in enumerate(examples)])
+
+
+def pack_judged(examples: Sequence[tuple[Example, float, int]]) -> Batch:
+    """Make a batch for preference losses.
+
+    Args:
+        examples: tokens and mask; 1 for chosen or desirable, -1 for rejected or undesirable, which becomes the
+            advantage of the trained tokens; number of the group (the pair).
+
+    Raises:
+        BatchError: as `pack_demonstrations`.
+    """
+    return _pack_examples(examples)
+
+
+def _pack_examples(examples: Sequence[tuple[Example, float, int]]) -> Batch:
     if not examples:
         raise BatchError("there are no demonstrations to pack.")
     rows = _Rows()
-    for number, (tokens, mask) in enumerate(examples):
+    for number, ((tokens, mask), advantage, group) in enumerate(examples):
         if len(tokens) != len(mask):
             raise BatchError(f"demonstration {number} has {len(tokens)} tokens and a mask of {len(mask)}.")
         if not any(mask):
@@ -138,10 +160,11 @@ def pack_demonstrations(examples: Sequence[tuple[Sequence[int], Sequence[bool]]]
                 f"demonstration {number} ({len(tokens)} tokens) has a mask without any token to learn. It must mark the "
                 "assistant's tokens, end of turn included; check how the conversation was rendered."
             )
-        for token, learnt in zip(tokens, mask, strict=True):
+        for learnt, run in groupby(zip(tokens, mask, strict=True), key=lambda pair: bool(pair[1])):
+            part = [token for token, _ in run]
             if learnt:
-                rows.sampled([token], 1.0, [0.0], [-1])
+                rows.sampled(part, advantage, [0.0] * len(part), [-1] * len(part))
             else:
-                rows.given([token])
-        rows.end(number, f"demonstration-{number}")
+                rows.given(part)
+        rows.end(group, f"demonstration-{number}")
     return rows.batch()

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 #: transformers classes whose decoder layers have the layout that `DecoderLayer` describes.
-FUSED_MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+FUSED_FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
+FUSED_MODELS = tuple(f + task for f in FUSED_FAMILIES for task in ("ForCausalLM", "ForSequenceClassification"))
 #: rotary embeddings whose frequencies depend on nothing but the configuration.
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 
@@ -85,7 +86,7 @@ class Decoder:
             (first half with second half).
         rope_scale: multiplies cos and sin (1 except for yarn).
         embedding: (vocab, hidden).
-        head: (vocab, hidden); the same tensor as `embedding` where the two are tied.
+        head: (vocab, hidden), the same tensor as `embedding` where the two are tied; (1, hidden) of a reward model.
         layers: from first to last.
         final_norm: RMSNorm weight before the head.
     """
@@ -181,7 +182,8 @@ def fuse(model: Any) -> tuple[Decoder, list[Weight]]:
     embedding = need(body.embed_tokens)
     layers = tuple(layer_of(block) for block in body.layers)
     final_norm = need(body.norm)
-    tied = model.lm_head.weight is body.embed_tokens.weight
+    output = model.lm_head if hasattr(model, "lm_head") else model.score
+    tied = output.weight is body.embed_tokens.weight
     decoder = Decoder(
         hidden=config.hidden_size,
         intermediate=config.intermediate_size,
@@ -194,7 +196,7 @@ def fuse(model: Any) -> tuple[Decoder, list[Weight]]:
         inverse_frequencies=body.rotary_emb.inv_freq.float(),
         rope_scale=body.rotary_emb.attention_scaling,
         embedding=embedding,
-        head=embedding if tied else need(model.lm_head),
+        head=embedding if tied else need(output),
         layers=layers,
         final_norm=final_norm,
     )

@@ -86,6 +86,7 @@ class Policy:
         model: the HF module: its own forward, `state_dict` and `load_state_dict` work.
         decoder: description for the fused passes; None for a model that only its HF forward can run.
         weights: every weight once, as kernels read it; what a learner trains. A tied head is its embedding.
+        gives_values: whether it ends in a value head (a reward model) instead of a head over the vocabulary.
         version: of the weights that the next step reads.
         weights_lock: held for each decoding step, and for each write.
 
@@ -113,6 +114,7 @@ class Policy:
             self.decoder, self.weights = fuse(model)
         else:
             self.weights = [Weight(n, p, ((n, p.shape[0] if p.dim() else 1),)) for n, p in parameters.items()]
+        self.gives_values = hasattr(model, "score")
         self.version = version
         self.weights_lock = WeightsLock()
         self._torn = ""
