@@ -41,9 +41,10 @@ class ScriptedRunner:
     started: Counter[str] = field(default_factory=Counter)
     scored: Counter[str] = field(default_factory=Counter)
 
-    async def run(self, group_id: str, member: int, task: Task, seed: int, tries: int = 1) -> Rollout:
+    async def run(self, group_id: str, member: int, task: Task, seed: int, tries: int = 1, begun=lambda it: None):
         rollout = Rollout(f"{group_id}/{member}", task.id, task.environment, member, 0, tries=tries)
         rollout.seed = derive_seed(seed, rollout.id)
+        begun(rollout)
         self.started[rollout.id] += 1
         draw = random.Random(rollout.seed)
         tokens = [draw.randrange(100) for _ in range(draw.randint(1, 5))]
@@ -219,10 +220,10 @@ async def test_a_straggler_does_not_hold_its_group_for_ever(tmp_path):
     run = Run.create(tmp_path / "r", parse_recipe(RECIPE))
 
     class Stuck(ScriptedRunner):
-        async def run(self, group_id, member, task, seed, tries=1):
+        async def run(self, group_id, member, task, seed, tries=1, begun=None):
             if member == 1:
                 await asyncio.sleep(3600)
-            return await super().run(group_id, member, task, seed, tries)
+            return await super().run(group_id, member, task, seed, tries, begun)
 
     settings = CollectSettings(**{**COLLECT, "group_seconds": 0.1})
     (batch,) = await collect(run, Stuck(), settings, 1, drop=lambda group: None)
@@ -299,13 +300,13 @@ async def test_an_attempt_that_ignores_its_cancellation_holds_nobody_up(tmp_path
     let_go = asyncio.Event()
 
     class Stubborn(ScriptedRunner):
-        async def run(self, group_id, member, task, seed, tries=1):
+        async def run(self, group_id, member, task, seed, tries=1, begun=None):
             while member == 1 and not let_go.is_set():
                 try:
                     await let_go.wait()
                 except asyncio.CancelledError:
                     continue
-            return await super().run(group_id, member, task, seed, tries)
+            return await super().run(group_id, member, task, seed, tries, begun)
 
     settings = CollectSettings(**{**COLLECT, "groups": 1, "group_seconds": 0.1})
     batches = await asyncio.wait_for(collect(run, Stubborn(), settings, 1, lambda group: None), 20)
@@ -320,10 +321,13 @@ async def test_oversampling_takes_the_first_to_finish_and_counts_who_was_cut_off
     run = Run.create(tmp_path / "r", parse_recipe(RECIPE))
 
     class Slow(ScriptedRunner):
-        async def run(self, group_id, member, task, seed, tries=1):
-            if member == 0:
+        async def run(self, group_id, member, task, seed, tries=1, begun=None):
+            if member == 0:  # a long attempt: seven tokens in one reply, and it isn't done
+                rollout = Rollout(f"{group_id}/0", task.id, task.environment, 0, seed, started=1e-9)
+                rollout.calls.append(ModelCall(None, [1], [2] * 7, [-0.5] * 7, [0] * 7, FinishReason.STOP))
+                begun(rollout)
                 await asyncio.sleep(3600)
-            return await super().run(group_id, member, task, seed, tries)
+            return await super().run(group_id, member, task, seed, tries, begun)
 
     settings = CollectSettings(**{**COLLECT, "groups": 2, "oversample": 1})
     (batch,) = await asyncio.wait_for(collect(run, Slow(), settings, 1, lambda group: None), 20)
@@ -331,4 +335,8 @@ async def test_oversampling_takes_the_first_to_finish_and_counts_who_was_cut_off
         assert [rollout.reward is None for rollout in group.rollouts] == [True, False, False, False]
     metrics = batch_metrics(batch, 0)
     assert (metrics["attempts"], metrics["cut_off"], metrics["failed"]) == (8.0, 2.0, 2.0)
+    assert metrics["cut_off_tokens"] == 7.0 > 5.0 >= metrics["tokens_per_attempt"]
+    assert metrics["cut_off_seconds"] > 0
+    for group in batch:
+        assert group.rollouts[0].ended > group.rollouts[0].started and group.rollouts[0].sampled_tokens == 7
     run.close()

@@ -51,7 +51,15 @@ class AttemptRunner:
     clock: Callable[[], float]
     waits: Waits = field(default_factory=Waits)
 
-    async def run(self, group_id: str, member: int, task: Task, seed: int, tries: int = 1) -> Rollout:
+    async def run(
+        self,
+        group_id: str,
+        member: int,
+        task: Task,
+        seed: int,
+        tries: int = 1,
+        begun: Callable[[Rollout], None] = lambda rollout: None,
+    ) -> Rollout:
         """Make one attempt; it always comes back, with an ending.
 
         Args:
@@ -60,6 +68,7 @@ class AttemptRunner:
             task: what to attempt.
             seed: of the run; the attempt's own derives from it and the rollout id, and is the same at every try.
             tries: which try this is, counted from 1.
+            begun: given the rollout before anything happens, for who wants to know how far it came if it is cancelled.
 
         Raises:
             asyncio.CancelledError: it was cancelled; it has no ending then.
@@ -68,6 +77,7 @@ class AttemptRunner:
         rollout = Rollout(f"{group_id}/{member}", task.id, task.environment, member, 0, tries=tries)
         rollout.seed = derive_seed(seed, rollout.id)
         rollout.started = self.clock()
+        begun(rollout)
         listed = self.waits.during(f"attempt {rollout.id}", self.seconds, lambda: _progress(rollout), watched=False)
         try:
             with listed:

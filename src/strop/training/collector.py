@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -45,6 +45,7 @@ class _Open:
     runner: AttemptRunner
     members: dict[int, Rollout] = field(default_factory=dict)
     running: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    making: dict[int, Rollout] = field(default_factory=dict)  # as far as each one's latest try has come
     ended: bool = False
     timer: asyncio.TimerHandle | None = None
 
@@ -253,7 +254,9 @@ class Collector:
 
     async def _attempt(self, group: _Open, member: int, tries: int) -> None:
         try:
-            rollout = await group.runner.run(self._id(group), member, group.task, self.seed, tries)
+            rollout = await group.runner.run(
+                self._id(group), member, group.task, self.seed, tries, lambda it: group.making.update({member: it})
+            )
             self._finished(group, rollout)
         except Exception as error:  # bad input, a full disk or a bug: no retry would mend it
             self._stop(error)
@@ -365,10 +368,14 @@ class Collector:
         return Group(self._id(group), group.task, [group.members[m] for m in sorted(group.members)], group.begun)
 
     def _unfinished(self, group: _Open, member: int, kind: FailureKind, reason: str) -> Rollout:
-        """The record of an attempt that we ended."""
-        rollout = Rollout(f"{self._id(group)}/{member}", group.task.id, group.task.environment, member, 0)
-        rollout.ending = Failed(kind, reason)
-        return rollout
+        """The record of an attempt that we ended, as far as it came."""
+        empty = Rollout(f"{self._id(group)}/{member}", group.task.id, group.task.environment, member, 0)
+        so_far = group.making.get(member, empty)
+        calls, transcript, seconds = list(so_far.calls), list(so_far.transcript), dict(so_far.seconds)
+        ended = self.run.clock if so_far.started else 0.0
+        return replace(
+            so_far, calls=calls, transcript=transcript, seconds=seconds, ended=ended, ending=Failed(kind, reason)
+        )
 
     def _watch_failures(self, failed: Failed | None) -> None:
         """Stop the run when too large a share of tries fails: it would train on what happens to be left."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean, pstdev
 
-from strop.agents.metrics import Metrics, attempt_metrics
+from strop.agents.metrics import Metrics, attempt_metrics, scored
 from strop.rollouts import Failed, FailureKind, Group, Rollout
 
 
@@ -30,7 +30,7 @@ def batch_metrics(groups: Sequence[Group], version: int) -> Metrics:
         **attempt_metrics(rollouts),
         **({"malformed_share": fmean(malformed)} if malformed else {}),
         "groups": float(len(groups)),
-        "cut_off": float(sum(_cut_off(rollout) for rollout in rollouts)),  # oversampling prefers who is done early
+        **_cut_off(rollouts),
         "reward_std_in_group": fmean(spreads) if spreads else 0.0,
         "groups_without_variance": fmean(spread == 0 for spread in spreads) if spreads else 1.0,
         "staleness_mean": fmean(ages) if ages else 0.0,
@@ -38,6 +38,20 @@ def batch_metrics(groups: Sequence[Group], version: int) -> Metrics:
     }
 
 
-def _cut_off(rollout: Rollout) -> bool:
-    """Whether the attempt was cancelled because enough others of its group had finished before it."""
-    return isinstance(rollout.ending, Failed) and rollout.ending.kind is FailureKind.CANCELLED
+def _cut_off(rollouts: Sequence[Rollout]) -> Metrics:
+    """Who was cancelled because enough others of the group had finished before, and how far they had come.
+
+    Oversampling prefers attempts that end early: tokens (of whole replies) and seconds so far are lower bounds of what
+    these attempts would have taken, to be read beside `tokens_per_attempt` and `seconds_per_attempt` of those kept.
+    """
+    endings = [(rollout, rollout.ending) for rollout in rollouts]
+    cut = [r for r, ending in endings if isinstance(ending, Failed) and ending.kind is FailureKind.CANCELLED]
+    if not cut:
+        return {"cut_off": 0.0}
+    kept = [rollout.ended - rollout.started for rollout in scored(rollouts)]
+    return {
+        "cut_off": float(len(cut)),
+        "cut_off_tokens": fmean(rollout.sampled_tokens for rollout in cut),
+        "cut_off_seconds": fmean(rollout.ended - rollout.started for rollout in cut),
+        **({"seconds_per_attempt": fmean(kept)} if kept else {}),
+    }
