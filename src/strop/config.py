@@ -299,13 +299,100 @@ class StageSettings(Settings):
     checkpoints: CheckpointSettings = CheckpointSettings()
     gate: GateSettings | None = None
 
+    @property
+    def needs_environment(self) -> bool:
+        """Whether it can't train without one; it can be scored on one in any case."""
+        return True
 
-class SFTSettings(StageSettings):
-    """Supervised fine-tuning on an environment's demonstrations."""
+
+class DataSettings(Settings):
+    """Examples from files. What a row may look like is said in docs/how-to-fine-tune-on-your-data.md."""
+
+    path: str  # a JSONL, JSON or Parquet file, a folder of them, or a folder that the `datasets` library saved
+    split: str = ""  # of a folder that has several; "": train, or the only one
+    format: Literal[
+        "auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "pairs", "openai_pairs", "labelled"
+    ] = "auto"  # of the rows; auto: told by the keys of the first one
+    strings: Literal["chat", "plain"] = "chat"  # a prompt that is a string: a user's message, or text as it stands
+    reasoning: Literal["keep", "drop"] = "keep"  # what an assistant thought before it spoke
+    max_tokens: Positive = 1024  # of a row
+    too_long: Literal["refuse", "cut", "drop"] = "refuse"  # rows beyond it; cut: their ends are left out
+    bad_rows: Literal["refuse", "drop"] = "refuse"  # rows with something wrong
+
+
+class ValidationSettings(Settings):
+    """Examples that are never trained on; their loss says when to stop."""
+
+    share: Annotated[float, Field(ge=0, lt=1)] = 0.0  # of the rows, drawn by their content
+    path: str = ""  # or a file of their own, of the same format
+    every: Positive = 10  # steps between measurements; the stage's last step always is
+    patience: Annotated[int, Field(ge=0)] = 0  # measurements without a new best that end the stage early; 0: never
+
+    @model_validator(mode="after")
+    def _from_one_place(self) -> Self:
+        if bool(self.share) == bool(self.path):
+            raise ValueError("validation examples are a share of the rows or a file of their own: give share or path")
+        return self
+
+
+class StoredPairsSettings(Settings):
+    """Pairs made of a run's scored attempts: the best and the worst of each group."""
+
+    run: str  # its directory
+    stage: str
+    margin: Annotated[float, Field(ge=0)] = 0.0  # rewards that are no further apart make no pair
+    by_group: Positive = 1  # pairs of a group: the best with the worst, the second best with the second worst …
+
+
+class ExamplesSettings(StageSettings):
+    """What stages have that train on given examples."""
+
+    batch_size: Positive = 8  # examples in one step: conversations, pairs, or judged answers
+    data: DataSettings | None = None
+    validation: ValidationSettings | None = None
+
+
+class SFTSettings(ExamplesSettings):
+    """Supervised fine-tuning on an environment's demonstrations, or on data from files."""
 
     kind: Literal["sft"]
-    batch_size: Positive = 8  # conversations in one step
-    demonstrations: Positive = 1024  # distinct ones, drawn once
+    demonstrations: Positive = 1024  # distinct ones, drawn once; without `data`
+
+    @property
+    def needs_environment(self) -> bool:
+        """See `StageSettings`."""
+        return self.data is None
+
+
+class _PairSettings(ExamplesSettings):
+    """What stages have that train on pairs."""
+
+    attempts: StoredPairsSettings | None = None
+
+    @model_validator(mode="after")
+    def _has_examples(self) -> Self:
+        if (self.data is None) == (self.attempts is None):
+            raise ValueError("pairs come from files or from a run's attempts: give one of data and attempts")
+        return self
+
+    @property
+    def needs_environment(self) -> bool:
+        """See `StageSettings`."""
+        return False
+
+
+class PreferenceSettings(_PairSettings):
+    """Learning from answers that are preferred over others: DPO and its family."""
+
+    kind: Literal["preference"]
+    loss: list[Named] = [Named(name="dpo")]
+
+
+class RewardSettings(_PairSettings):
+    """A reward model from pairs (Bradley-Terry). The policy stays as it is, and the stage is its recipe's last."""
+
+    kind: Literal["reward"]
+    loss: list[Named] = [Named(name="bradley_terry")]
 
 
 class AttemptsSettings(StageSettings):
@@ -386,9 +473,17 @@ class DistillSettings(AttemptsSettings):
         return self
 
 
-Stage = Annotated[SFTSettings | RLSettings | DistillSettings, Field(discriminator="kind")]
+Stage = Annotated[
+    SFTSettings | PreferenceSettings | RewardSettings | RLSettings | DistillSettings, Field(discriminator="kind")
+]
 #: Stages by their kind.
-KINDS: dict[str, type[StageSettings]] = {"sft": SFTSettings, "rl": RLSettings, "distill": DistillSettings}
+KINDS: dict[str, type[StageSettings]] = {
+    "sft": SFTSettings,
+    "preference": PreferenceSettings,
+    "reward": RewardSettings,
+    "rl": RLSettings,
+    "distill": DistillSettings,
+}
 
 
 class Recipe(Settings):
@@ -414,7 +509,7 @@ class Recipe(Settings):
         if doubled := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"two stages are called {doubled[0]!r}; every stage needs a name of its own")
         for stage in self.stages:
-            if not (isinstance(stage, AttemptsSettings) and stage.environments) and self.environment_of(stage) is None:
+            if stage.needs_environment and not self.environments_of(stage):
                 raise ValueError(f"stage {stage.name!r} has no environment; add an [environment] table to the recipe")
             for environment in self.environments_of(stage):
                 if environment.agent.max_tokens >= self.sampler.max_context:
@@ -422,25 +517,39 @@ class Recipe(Settings):
                         f"environment.agent.max_tokens = {environment.agent.max_tokens} leaves no room for a prompt in "
                         f"sampler.max_context = {self.sampler.max_context}; raise the one or lower the other"
                     )
+            if isinstance(stage, RewardSettings) and stage is not self.stages[-1]:
+                raise ValueError(
+                    f"stage {stage.name!r} makes a reward model, which no stage can go on from; put it last"
+                )
             if stage.gate and (not self.evaluation_of(stage).tasks or self.debug.only):
                 raise ValueError(f"stage {stage.name!r} has a gate, but nothing is evaluated; set evaluation.tasks")
         return self
 
     def environment_of(self, stage: StageSettings) -> EnvironmentSettings:
-        """The stage's environment, or the recipe's: of several, the first."""
+        """The stage's environment, or the recipe's: of several, the first.
+
+        Raises:
+            ConfigError: it has none (`environments_of` is empty).
+        """
         if isinstance(stage, AttemptsSettings) and stage.environments:
             return stage.environments[0]
-        return stage.environment or self.environment  # type: ignore[return-value]  # checked by _stages_fit
+        if (found := stage.environment or self.environment) is None:
+            raise ConfigError(f"stages.{stage.name}", "it has no environment", "Add an [environment] table")
+        return found
 
     def environments_of(self, stage: StageSettings) -> list[MixedSettings]:
-        """The environments of a stage, most often one."""
+        """The environments of a stage, most often one; none for examples from files that nothing is scored on."""
         if isinstance(stage, AttemptsSettings) and stage.environments:
             return stage.environments
+        if stage.environment is None and self.environment is None:
+            return []
         return [MixedSettings(**dict(self.environment_of(stage)))]
 
     def evaluation_of(self, stage: StageSettings) -> EvaluationSettings:
-        """The stage's evaluation, or the recipe's."""
-        return stage.evaluation or self.evaluation
+        """The stage's evaluation, or the recipe's. Without an environment, and of a reward model, there is none."""
+        asked = stage.evaluation or self.evaluation
+        scored = self.environments_of(stage) and not isinstance(stage, RewardSettings)
+        return asked if scored else asked.model_copy(update={"tasks": 0})
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
