@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 from strop.learning.advantages import ADVANTAGES, Advantage, make_advantage
 from strop.learning.batch import Batch
 from strop.learning.corrections import CORRECTIONS
+from strop.learning.distillation import ReverseKL, taught
 from strop.learning.filters import has_variance, overlong_penalty
 from strop.learning.learner import Learner, Metrics
 from strop.learning.losses import LOSSES, Component, Loss, Tokens, make_loss
@@ -27,6 +28,7 @@ __all__ = [
     "Loss",
     "Metrics",
     "PairLoss",
+    "ReverseKL",
     "Schedule",
     "Tokens",
     "has_variance",
@@ -36,6 +38,7 @@ __all__ = [
     "pack",
     "pack_demonstrations",
     "pack_judged",
+    "taught",
 ]
 
 

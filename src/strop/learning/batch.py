@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +93,10 @@ class Batch:
     def with_extras(self, **extras: NDArray[np.float32]) -> Batch:
         """The same batch carrying further per-token values."""
         return Batch(**{name: getattr(self, name) for name in _ALL}, extras={**self.extras, **extras})
+
+    def masked(self, mask: NDArray[np.bool_]) -> Batch:
+        """The same tokens, of which only those in `mask`, (tokens,), are trained."""
+        return replace(self, mask=self.mask & mask)
 
     def save(self, path: Path) -> None:
         """Write to a NumPy `.npz` file, exactly and without pickling."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +20,14 @@ from torch import Tensor
 from strop.errors import BatchError, ModelError
 from strop.learning.aggregation import token_weights
 from strop.learning.batch import Batch
-from strop.learning.fused_pass import GradientOf, hidden_states
-from strop.learning.head import TokenLogprobs
+from strop.learning.fused_pass import GradientOf
 from strop.learning.learner import Metrics
 from strop.learning.losses import Loss, Tokens
 from strop.learning.metrics import BatchMeter
 from strop.learning.microbatches import MicroBatch, split_batch
-from strop.learning.module_pass import module_logprobs, module_values
-from strop.learning.operators import Linear, apply
 from strop.learning.optimizer import MasterWeights
+from strop.learning.outputs import fused_outputs, module_outputs, no_gradient, to_tensor
 from strop.learning.reference import ReferenceWeights
-from strop.learning.tree_attention import plan_attention
 from strop.models.policy import Policy
 from strop.models.save import write_model
 
@@ -164,28 +160,12 @@ class EmbeddedLearner:
     def _part_logprobs(self, part: MicroBatch, temperature: float, reference: ReferenceWeights | None = None) -> Tensor:
         """(trained,) log-probabilities, under the present weights or (without a gradient) a reference's."""
         decoder = self.policy.decoder
-        gradient_of: GradientOf = self.masters.gradient_of
         if decoder is None:
-            weights = reference.named() if reference else None
-            outputs = module_values if self.policy.gives_values else partial(module_logprobs, temperature=temperature)
-            return outputs(self.policy.model, part, device=self.policy.device, weights=weights)
+            return module_outputs(self.policy, part, temperature, reference.named() if reference else None)
+        gradient_of: GradientOf = self.masters.gradient_of
         if reference:
-            decoder, gradient_of = reference.decoder(decoder), _no_gradient
-        hidden = hidden_states(
-            decoder,
-            self._tensor(part.tree.tokens),
-            self._tensor(part.tree.positions),
-            plan_attention(part.tree, decoder.heads, self.policy.device),
-            self._tensor(part.rows),
-            self._anchor,
-            gradient_of,
-        )
-        pairs = self._tensor(part.pair_rows), self._tensor(part.pair_tokens)
-        head, gradient = decoder.head.detach(), gradient_of(decoder.head)
-        if self.policy.gives_values:
-            values = apply(Linear, hidden, head, None, gradient, None).float().squeeze(1)  # (rows,)
-            return values[pairs[0]][self._tensor(part.pair)]
-        return apply(TokenLogprobs, hidden, head, gradient, *pairs, temperature)[self._tensor(part.pair)]
+            decoder, gradient_of = reference.decoder(decoder), no_gradient
+        return fused_outputs(self.policy, decoder, part, temperature, self._anchor, gradient_of)
 
     def _tokens(self, batch: Batch, part: MicroBatch, logprobs: Tensor) -> Tokens:
         return Tokens(
@@ -198,7 +178,7 @@ class EmbeddedLearner:
         )
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.policy.device)
+        return to_tensor(array, self.policy.device)
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -220,6 +200,12 @@ class EmbeddedLearner:
         self.masters.reset()
         self._has_gradient = False
         self._reference = None
+
+    def restart(self, weights: Mapping[str, Tensor]) -> None:
+        """See `Learner`."""
+        self.masters.fill(weights)
+        self.policy.publish(self.masters.write_weights, allow_unchanged=True)
+        self.begin_stage()
 
     def save(self, folder: Path) -> None:
         """See `Learner`."""
@@ -269,10 +255,6 @@ def _with_gradient(batch: Batch) -> NDArray[np.bool_]:
     """(sequences,) whether any trained token of the sequence has an advantage."""
     active = batch.mask & (batch.advantages != 0)
     return np.bincount(batch.sequence[active], minlength=len(batch.lengths)) > 0
-
-
-def _no_gradient(weight: Tensor) -> Tensor:
-    return weight
 
 
 def _out_of_memory(error: BaseException) -> bool:

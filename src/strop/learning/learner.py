@@ -6,14 +6,18 @@ Every learner passes one conformance suite, tests/learning/learner_conformance.p
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from strop.learning.batch import Batch
 from strop.learning.losses import Loss
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Metrics = dict[str, float]
 
@@ -74,6 +78,14 @@ class Learner(Protocol):
 
     def begin_stage(self) -> None:
         """Forget the optimizer's moments and the reference; weights stay, and are what the next reference is."""
+        ...
+
+    def restart(self, weights: Mapping[str, Tensor]) -> None:
+        """Take other weights, by parameter name, publish them as the next version, and begin a stage with them.
+
+        Raises:
+            ModelError: one is missing or has another shape.
+        """
         ...
 
     def save(self, folder: Path) -> None:
