@@ -14,7 +14,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "strop"
 LAYERS = [
     {"__init__", "rollouts", "errors", "config", "statistics"},
     {"runs", "costs"},
-    {"models", "environments", "sandboxes", "sampling", "learning", "weights"},
+    {"models", "data", "environments", "sandboxes", "sampling", "learning", "weights"},
     {"agents", "gateway", "cluster"},
     {"training", "evaluation", "planning"},
     {"cli", "console", "doctor", "service", "dashboard"},

@@ -29,6 +29,10 @@ class WeightsError(StropError):
     """An update of the weights was dropped, empty, stale or broken off."""
 
 
+class DataError(StropError):
+    """A data file can't be read, or its rows can't be trained on. Names the file, and the first rows with their fields."""
+
+
 class EnvironmentProblem(StropError):
     """An environment can't be loaded, or breaks its protocol."""
 
