@@ -232,6 +232,24 @@ async def test_the_conversation_longest_unused_gives_way():
     await sampler.close()
 
 
+async def test_more_conversations_than_rows_compute_no_token_twice():
+    """A next turn goes before conversations that have not begun, whose rows would cost it its own."""
+    bench = EmbeddedBench("llama", torch.float32)
+    sampler = bench.make(slots=2, parked=2)
+
+    async def converse(number: int) -> int:
+        """Three turns; gives how many tokens had to be computed for them."""
+        history, new = [number] * 5, 5
+        for turn in range(3):
+            sample = await sampler.sample(history, SamplingParams(max_tokens=3, seed=turn))
+            history = [*history, *sample.tokens, 1, 2]
+        return new + 2 * (1 + 2)  # a turn's last sampled token is never fed back
+
+    needed = await asyncio.gather(*(converse(number) for number in range(3, 27)))
+    assert sampler.statistics().prefilled == sum(needed)
+    await sampler.close()
+
+
 # -- stop strings ---------------------------------------------------------------------------------------------------
 
 

@@ -314,8 +314,9 @@ class EmbeddedSampler:
         return dropped
 
     def _admit(self, now: float) -> int:
-        """Let waiting requests join, in the order in which they came; gives how many did."""
+        """Let waiting requests join, in their order; gives how many did."""
         joined = 0
+        self._order_queue()
         while self._queue and self._engine.admit(self._queue[0]):
             with self._wake:
                 sequence = self._queue.popleft()
@@ -323,6 +324,17 @@ class EmbeddedSampler:
             sequence.queued, sequence.started = False, now
             joined += 1
         return joined
+
+    def _order_queue(self) -> None:
+        """Requests that go on from what a row still holds come first, else others would take that row from them and
+        it would be computed again; among them, and among the others, in the order in which they came."""
+        with self._wake:
+            new = [sequence for sequence in self._queue if sequence.resumes is None]
+        for sequence in new:
+            sequence.resumes = self._engine.resumes(sequence)
+        if any(sequence.resumes for sequence in new):
+            with self._wake:  # one that came meanwhile is looked at before the next step
+                self._queue = deque(sorted(self._queue, key=lambda sequence: not sequence.resumes))
 
     def _append(self, sequence: Sequence, token: int, logprob: float, version: int) -> Sample | None:
         """Add a token; the sample, if that ends it."""

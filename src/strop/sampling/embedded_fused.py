@@ -41,6 +41,10 @@ class FusedEngine:
         self.rows.weights_changed()
         self.run.pack()
 
+    def resumes(self, sequence: Sequence) -> bool:
+        """Whether a parked row would be taken over whole."""
+        return self.rows.extends(*self.rows.longest_prefix(sequence.prompt))
+
     def admit(self, sequence: Sequence) -> bool:
         """Take a row, and what of the prompt another row has or will have."""
         if len(self.active) >= self.slots:

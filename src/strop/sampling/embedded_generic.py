@@ -43,6 +43,10 @@ class GenericEngine:
         """Prompts computed with older weights serve no new request."""
         self._prompts.clear()
 
+    def resumes(self, sequence: Sequence) -> bool:
+        """Never: a later turn computes its history again."""
+        return False
+
     def admit(self, sequence: Sequence) -> bool:
         """Take a place."""
         if len(self.active) >= self.slots:

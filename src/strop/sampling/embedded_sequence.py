@@ -24,6 +24,7 @@ class Sequence:
         asked: when `sample` was called, on `time.monotonic()`'s clock; `started`, when its first step began.
         cancelled: set by the caller's side; the engine drops it before its next step.
         queued: whether it still takes up a place in the queue.
+        resumes: whether it goes on from what a row held when it came; None: not looked at yet.
         row: the engine's place for it.
         source, shared: the row (and when that was taken) whose first `shared` tokens it will copy once computed.
         cached: prompt tokens that needed no computing.
@@ -37,6 +38,7 @@ class Sequence:
     started: float = 0.0
     cancelled: bool = False
     queued: bool = True
+    resumes: bool | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -71,6 +73,10 @@ class Engine(Protocol):
     """
 
     prefilled: int
+
+    def resumes(self, sequence: Sequence) -> bool:
+        """Whether the prompt extends all that an ended sequence left: a conversation's next turn."""
+        ...
 
     def admit(self, sequence: Sequence) -> bool:
         """Find a place for a sequence; False if there is none at present."""

@@ -63,14 +63,17 @@ class Rows:
         best = int(shared.argmax())
         return best, int(shared[best])
 
+    def extends(self, source: int, shared: int) -> bool:
+        """Whether a prompt that shares `shared` tokens with row `source` goes on from all that this parked row holds."""
+        return bool(shared and not self._in_use[source] and shared >= self._promised[source])
+
     def take(self, prompt: np.ndarray, source: int, shared: int) -> int | None:
         """Take a row for a sequence that shares `shared` tokens with row `source`; None if all are in use.
 
         Takes `source` itself if it is parked and the prompt extends all that it holds; then nothing needs copying.
         Until `promise` is called, the row offers others no more than that.
         """
-        whole = shared and not self._in_use[source] and shared >= self._promised[source]
-        row = source if whole else self._free_row()
+        row = source if self.extends(source, shared) else self._free_row()
         if row is None:
             return None
         kept = shared if row == source else 0
