@@ -16,7 +16,15 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from strop.config import AgentSettings, EnvironmentSettings, EvaluationSettings, Recipe
+from strop.config import (
+    AgentSettings,
+    DistillSettings,
+    EnvironmentSettings,
+    EvaluationSettings,
+    ExamplesSettings,
+    Recipe,
+    Stage,
+)
 from strop.costs import MachinePrice, price_of
 from strop.runs.events import Event
 from strop.runs.reading import RunRecord
@@ -36,12 +44,19 @@ COLUMNS = (
 )
 
 
-def train_in(path: Path, recipe: Recipe | None, *, tensorboard: bool = False) -> None:
+def train_in(path: Path, recipe: Recipe | None, *, promote: str | None = None, tensorboard: bool = False) -> None:
     """Begin (or, without a recipe, take up) the run in `path`, and show how it goes.
+
+    Args:
+        path: the run's directory.
+        recipe: what is asked of a new run.
+        promote: a stage whose model goes on though its gate is closed.
+        tensorboard: whether to write TensorBoard files.
 
     Raises:
         StropError: as `strop.training.train.train`; the run is resumable unless it never began.
     """
+    from strop.training.chain import promote_by_hand
     from strop.training.train import check, train
 
     if recipe is not None:
@@ -54,6 +69,8 @@ def train_in(path: Path, recipe: Recipe | None, *, tensorboard: bool = False) ->
     try:
         price = price_of(run.recipe.costs.machine, run.recipe.costs.usd_per_hour)
         console.print(f"[bold]{run.recipe.name}[/]: {_chain(run.recipe)}, in {path}")
+        if promote is not None:
+            promote_by_hand(run, promote)
         with LiveLine(run, price) as line:
             run.listeners.append(line.hear)
             if tensorboard:
@@ -142,6 +159,8 @@ class LiveLine:
                     f"  [bold cyan]held-out score ({event['name']}): {interval(score)} of {score.n} tasks[/]{recovery}",
                     soft_wrap=True,
                 )
+            case "gate" if event["passed"]:
+                console.print(f"  [dim]{event['message']}[/]")
             case "warning":
                 console.print(f"  [yellow]! {event['message']}[/]")
             case "checkpoint":
@@ -181,8 +200,11 @@ def show_end(path: Path) -> None:
     """What a finished run gained and cost, and where to look further."""
     console.print(show_run(RunRecord(path)))
     console.print(
-        f"\nRead the attempts:  strop show {path} --attempt 0      the page: {path / 'report.html'}"
-        f"\nSee what it cost:   strop cost {path}                  all figures: {path / 'summary.json'}"
+        f"\nRead the attempts:  strop show {path} --attempt 0"
+        f"\nOpen the page:      {path / 'report.html'}"
+        f"\nSee what it cost:   strop cost {path}"
+        f"\nAll figures:        {path / 'summary.json'}",
+        soft_wrap=True,  # a command or a path in two halves can't be copied
     )
 
 
@@ -192,14 +214,19 @@ def show_plan(recipe: Recipe) -> None:
     table = Table("stage", "kind", "steps", "environment", "a step", "evaluation", box=None)
     for stage in recipe.stages:
         evaluation = recipe.evaluation_of(stage)
-        size = (
-            f"{stage.collect.groups} groups of {stage.collect.group_size} attempts, staleness {stage.collect.staleness}"
-            if stage.kind == "rl"
-            else f"{stage.batch_size} demonstrations"
-        )
         scored = f"{evaluation.tasks} tasks of {evaluation.split!r}" if evaluation.tasks else "none"
-        table.add_row(stage.name, stage.kind, str(stage.steps), recipe.environment_of(stage).name, size, scored)
+        names = ", ".join(environment.called for environment in recipe.environments_of(stage))
+        table.add_row(stage.name, stage.kind, str(stage.steps), names, _size(stage), scored)
     console.print(table)
+
+
+def _size(stage: Stage) -> str:
+    """What a step is made of."""
+    if isinstance(stage, ExamplesSettings):
+        return f"{stage.batch_size} examples"
+    if isinstance(stage, DistillSettings) and stage.stored:
+        return f"{stage.collect.groups} groups of stored attempts of {stage.stored.stage}"
+    return f"{stage.collect.groups} groups of {stage.collect.group_size} attempts, staleness {stage.collect.staleness}"
 
 
 def _chain(recipe: Recipe) -> str:
