@@ -79,7 +79,7 @@ async def collect(run: Run, attempts: int, staleness: int) -> list[tuple[int, in
         waits=run.waits,
     )
 
-    def source(number: int) -> tuple[Task, AttemptRunner]:
+    def source(number: int, _: int) -> tuple[Task, AttemptRunner]:
         return Task(f"task-{number}", "instant", ({"role": "user", "content": f"Question {number}"},)), runner
 
     settings = CollectSettings(groups=GROUPS, group_size=GROUP_SIZE, staleness=staleness)

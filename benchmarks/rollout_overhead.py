@@ -97,7 +97,7 @@ class Kind:
         settings = CollectSettings(groups=groups, group_size=GROUP_SIZE, in_flight=IN_FLIGHT)
         made, began = 0, time.process_time()
         async with Collector(
-            run, stage, lambda number: (self.tasks[number % len(self.tasks)], runner), settings, seed=0
+            run, stage, lambda number, _: (self.tasks[number % len(self.tasks)], runner), settings, seed=0
         ) as collector:
             for step in range(attempts // IN_FLIGHT):
                 for group in await collector.next_batch(step):

@@ -53,6 +53,9 @@ def train(
     take_up: Annotated[
         bool, typer.Option("--continue", help="If the run exists: take it up, or show it if it is done.")
     ] = False,
+    promote: Annotated[
+        str | None, typer.Option(help="With --resume: let this stage's model go on though its gate is closed.")
+    ] = None,
     dry_run: Annotated[bool, typer.Option(help="Check everything, say what would happen, and stop.")] = False,
     tensorboard: Annotated[bool, typer.Option(help="Write TensorBoard files into the run as well.")] = False,
 ) -> None:
@@ -65,8 +68,10 @@ def train(
     if resume is not None:
         if recipe is not None or set_:
             raise ConfigError("--resume", "a recipe or --set was given too", "A run is taken up as it was asked for")
-        console.train_in(resume, None, tensorboard=tensorboard)
+        console.train_in(resume, None, promote=promote, tensorboard=tensorboard)
         return
+    if promote is not None:
+        raise ConfigError("--promote", "no run is taken up", "Write strop train --resume RUN --promote STAGE")
     if recipe is None:
         raise ConfigError("recipe", "none was named", "Write strop train recipes/quickstart.toml")
     asked = load_recipe(recipe, set_ or [])

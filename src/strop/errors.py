@@ -49,6 +49,10 @@ class EvaluationError(StropError):
     """An evaluation can't be read, estimated from, or compared."""
 
 
+class GateError(StropError):
+    """A stage's model was not promoted, and its gate ends the run then. The run is resumable."""
+
+
 class StallError(StropError):
     """A wait passed its deadline. Says what was waited for, since when; the run is resumable."""
 

@@ -269,7 +269,7 @@ CORRUPTIONS: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "attempt at another task": (
         lambda run: change_batch(run, RL2, set_rollout(task_id="train-999")), RL2, "is at task train-999"),
     "another seed": (lambda run: change_batch(run, RL2, set_rollout(seed=1)), RL2, "has the seed 1"),
-    "no baseline": (lambda run: change_batch(run, RL2, two_fail), RL2, "fewer than two scored members"),
+    "no baseline": (lambda run: change_batch(run, RL2, two_fail), RL2, "fewer than 2 scored members"),
     "journal of a stage that is over": (
         lambda run: journal_of(run, Rollout("rl-000000/9", "t", "e", 9, 1)), "rl.journal", "its stage is over"),
     "bit of a journal": (

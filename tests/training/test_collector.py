@@ -63,7 +63,7 @@ class ScriptedRunner:
 
 
 def source_of(runner: ScriptedRunner):
-    def source(number: int) -> tuple[Task, ScriptedRunner]:
+    def source(number: int, _: int) -> tuple[Task, ScriptedRunner]:
         return Task(f"task-{number % 7}", "scripted", ({"role": "user", "content": str(number)},)), runner
 
     return source

@@ -61,7 +61,7 @@ async def by_hand(run: Run, folder: Path) -> None:
     for step in range(stage.steps):
         groups = []
         for number in range(3 * step, 3 * step + 3):
-            task, runner = source(number)
+            task, runner = source(number, step)
             members = [await runner.run(f"rl-{number:06d}", member, task, seed) for member in range(3)]
             groups.append(Group(f"rl-{number:06d}", task, members, step))
         await update(groups, step)

@@ -10,7 +10,7 @@ import numbers
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from strop.agents.agent import Agent
 from strop.costs import Ledger
@@ -26,6 +26,22 @@ if TYPE_CHECKING:
 
 #: Seconds that closing a session may take. The attempt has its ending by then; what doesn't close is left behind.
 CLOSE_SECONDS = 30.0
+
+
+class Runner(Protocol):
+    """Makes attempts at tasks; each comes back with an ending."""
+
+    async def run(
+        self,
+        group_id: str,
+        member: int,
+        task: Task,
+        seed: int,
+        tries: int = 1,
+        begun: Callable[[Rollout], None] = lambda rollout: None,
+    ) -> Rollout:
+        """See `AttemptRunner.run`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ ACTIVITIES: dict[str, Kind] = {
     "setup": "compute",  # loading models, building environments
     "sampler": "compute",  # prefill and decoding
     "learner": "compute",  # forward, backward, optimizer
+    "teacher": "compute",  # teachers' log-probabilities in distillation
     "packing": "compute",  # rollouts into batches
     "weights": "compute",  # publishing a new version
     "checkpoint": "compute",  # saving and checksumming

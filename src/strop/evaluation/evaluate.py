@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from strop.agents.attempts import AttemptRunner
+from strop.agents.attempts import Runner
 from strop.agents.metrics import attempt_metrics
 from strop.errors import EvaluationError
 from strop.rollouts import Failed, Group, Rollout, Scored, Task
@@ -17,7 +17,7 @@ IN_FLIGHT = 256
 
 async def attempt_all(
     tasks: Sequence[Task],
-    runner: AttemptRunner,
+    runner: Runner,
     *,
     name: str,
     attempts: int = 1,

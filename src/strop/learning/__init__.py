@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from strop.learning.advantages import ADVANTAGES, Advantage, make_advantage
+from strop.learning.advantages import ADVANTAGES, Advantage, apart, make_advantage
 from strop.learning.batch import Batch
 from strop.learning.corrections import CORRECTIONS
 from strop.learning.distillation import ReverseKL, taught
@@ -31,6 +31,7 @@ __all__ = [
     "ReverseKL",
     "Schedule",
     "Tokens",
+    "apart",
     "has_variance",
     "make_advantage",
     "make_loss",

@@ -42,6 +42,25 @@ def make_advantage(spec: Mapping[str, Any], key: str = "advantage") -> Advantage
     return ADVANTAGES.make(options.pop("name"), options, key)
 
 
+def apart(advantage: Advantage, kinds: Sequence[str]) -> Advantage:
+    """An advantage that compares groups of one kind only, for instance of one environment.
+
+    Args:
+        advantage: what is computed for the groups of each kind by themselves.
+        kinds: of each group of the batch.
+    """
+
+    def by_kind(groups: Sequence[Rewards]) -> list[Array]:
+        result: list[Array] = [np.zeros(len(rewards)) for rewards in groups]
+        for kind in dict.fromkeys(kinds):
+            places = [place for place, its in enumerate(kinds) if its == kind]
+            for place, values in zip(places, advantage([groups[place] for place in places]), strict=True):
+                result[place] = values
+        return result
+
+    return by_kind
+
+
 def _scored(rewards: Rewards) -> tuple[NDArray[np.bool_], Array]:
     """Which members count, and their rewards."""
     there = np.array([reward is not None for reward in rewards], dtype=bool)

@@ -95,7 +95,7 @@ def load_model(name: str, *, dtype: str = "float32", progress: Progress | None =
         if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
             return _load_adapter(folder, dtype, progress)
     model = _load_weights(source, dtypes[dtype])
-    tokenizer = _load_tokenizer(source)
+    tokenizer = load_tokenizer(source)
     _check_vocabulary(source, len(tokenizer), model.get_input_embeddings().weight.shape[0])
     return Loaded(model.eval(), tokenizer, source)
 
@@ -184,7 +184,12 @@ def _load_weights(source: str, dtype: Any) -> Any:
     return model
 
 
-def _load_tokenizer(source: str) -> Any:
+def load_tokenizer(source: str) -> Any:
+    """The tokenizer of a folder or hub name.
+
+    Raises:
+        ModelError: it can't be loaded.
+    """
     from transformers import AutoTokenizer
 
     try:

@@ -13,7 +13,7 @@ import platform
 import threading
 import time
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -63,6 +63,9 @@ class Run:
         self._logged_steps: dict[tuple[str, int], float | None] = {}  # by earlier processes, with the loss
         self._batch_hashes: dict[str, str] = {}  # of earlier processes
         self._evaluations: dict[str, Event] = {}
+        self._validations: dict[tuple[str, int], float] = {}  # held-out losses by stage and step
+        self._teachers: dict[tuple[str, int], str] = {}  # content of each stage's, by number
+        self._gates: dict[str, Event] = {}  # the last word on each stage
         ledger: Event = {}
         damaged = []
         for event in read_lines(path / "events.jsonl") if resumed else ():
@@ -73,10 +76,16 @@ class Run:
             match event["kind"]:
                 case "step":
                     self._logged_steps[event["stage"], event["step"]] = event["metrics"].get("loss")
+                case "validation":
+                    self._validations[event["stage"], event["step"]] = event["metrics"]["loss"]
                 case "batch":
                     self._batch_hashes[event["file"]] = event["sha256"]
                 case "evaluation":
                     self._evaluations[event["name"]] = event
+                case "teacher":
+                    self._teachers[event["stage"], event["number"]] = event["content"]
+                case "gate":
+                    self._gates[event["stage"]] = event
                 case "cost":
                     ledger = event["ledger"]
         self.ledger.restore(_with_lost_time(ledger, last_clock))
@@ -135,6 +144,8 @@ class Run:
             self.events.append(event, flush=flush)
         if kind == "evaluation":
             self._evaluations[event["name"]] = event
+        if kind == "gate":
+            self._gates[event["stage"]] = event
         for listener in self.listeners:
             listener(event)
 
@@ -164,6 +175,16 @@ class Run:
         """Whether a step was trained and logged before."""
         return (stage, step) in self._logged_steps
 
+    def log_validation(self, stage: str, steps: int, metrics: dict[str, float]) -> None:
+        """Log what was measured on held-out examples after so many steps, once."""
+        if (stage, steps) not in self._validations:
+            self._validations[stage, steps] = metrics["loss"]
+            self.log("validation", stage=stage, step=steps, metrics=metrics)
+
+    def validations(self, stage: str) -> dict[int, float]:
+        """Losses on a stage's held-out examples by the steps after which they were measured."""
+        return {steps: loss for (name, steps), loss in self._validations.items() if name == stage}
+
     def evaluation(self, name: str) -> Event | None:
         """The event of an evaluation that was made, or None."""
         return self._evaluations.get(name)
@@ -172,6 +193,29 @@ class Run:
     def evaluations(self) -> list[Event]:
         """Evaluations in the order in which they were made."""
         return list(self._evaluations.values())
+
+    def gate(self, stage: str) -> Event | None:
+        """The last word on whether a stage's model was promoted, or None if there is none yet."""
+        return self._gates.get(stage)
+
+    def same_teacher(self, stage: str, number: int, source: str, content: str) -> None:
+        """Record which weights teach a stage.
+
+        Args:
+            stage, number: the stage, and the teacher's number in it.
+            source: where it came from.
+            content: fingerprint of its weights.
+
+        Raises:
+            RunError: the stage began with other weights.
+        """
+        before = self._teachers.setdefault((stage, number), content)
+        if before != content:
+            raise RunError(
+                f"{source} is not the teacher that stage {stage} began with (weights {content}, and {before} then). "
+                "Put the model back that was there, or begin a new run."
+            )
+        self.log("teacher", stage=stage, number=number, source=source, content=content)
 
     # -- batches ----------------------------------------------------------------------------------------------------
 
@@ -197,14 +241,26 @@ class Run:
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
-    def checkpoint(self, stage: str, step: int, save: Callable[[Path], None], state: dict[str, Any]) -> Path:
+    def checkpoint_path(self, stage: str, step: int) -> Path:
+        """Folder of the checkpoint after `step` steps of a stage."""
+        return self.path / "checkpoints" / f"{stage}-{step:06d}"
+
+    def checkpoint(
+        self,
+        stage: str,
+        step: int,
+        save: Callable[[Path], None],
+        state: dict[str, Any],
+        spare: Collection[int] = (),
+    ) -> Path:
         """Save the state after `step` steps of a stage, whole or not at all, and drop the stage's oldest.
 
         Args:
             save: writes the learner's files into the folder it is given.
             state: JSON values that come back from `read_checkpoint_state`.
+            spare: steps whose checkpoints are not dropped.
         """
-        path = self.path / "checkpoints" / f"{stage}-{step:06d}"
+        path = self.checkpoint_path(stage, step)
         if path.exists():
             return path
         limit = self.recipe.deadlines.checkpoint_seconds
@@ -220,7 +276,7 @@ class Run:
             files.write_json(beside / "manifest.json", {name: files.sha256(beside / name) for name in names})
         self.log("checkpoint", stage=stage, step=step, path=str(path.relative_to(self.path)), flush=True)
         keep = next(s.checkpoints.keep for s in self.recipe.stages if s.name == stage)
-        for old in [c for c in self.checkpoints() if c.stage == stage][:-keep]:
+        for old in [c for c in self.checkpoints() if c.stage == stage and c.step not in spare][:-keep]:
             files.remove_folder(old.path)
         return path
 

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from strop.config import Recipe, RLSettings
+from strop.config import AttemptsSettings, DistillSettings, Recipe, StageSettings
 from strop.errors import RunError, StropError
 from strop.rollouts import Group
 from strop.runs import files
@@ -29,6 +29,7 @@ from strop.runs.verify_attempts import (
     check_groups,
     check_limits,
     check_places,
+    check_rollout,
     check_seeds,
     seed_of,
 )
@@ -154,18 +155,30 @@ class _Verification:
                     yield Problem("events.jsonl", sentence)
                     break
             else:
-                if len(logged) > stage.steps or (ended and len(logged) < stage.steps):
-                    sentence = f"has {len(logged)} steps of {stage.name}, but the recipe asks for {stage.steps}"
+                wanted = self._steps_made(stage)
+                if len(logged) > wanted or (ended and len(logged) < wanted):
+                    sentence = f"has {len(logged)} steps of {stage.name}, but the recipe asks for {wanted}"
                     yield Problem("events.jsonl", sentence)
 
     def _ended(self, stage: str) -> bool:
         return any(e["stage"] == stage and e["what"] == "ended" for e in self.record.of_kind("stage"))
 
+    def _steps_made(self, stage: StageSettings) -> int:
+        """The recipe's, or fewer where held-out examples may end the stage early and did."""
+        watched = getattr(stage, "validation", None)
+        ends = [e["step"] for e in self.record.of_kind("stage") if e["stage"] == stage.name and e["what"] == "ended"]
+        return int(ends[-1]) if ends and watched and watched.patience else stage.steps
+
     @cached_property
     def _versions(self) -> dict[tuple[str, int], int]:
         """Weight version before each logged step; after the last one under ("", 0)."""
-        found, version = {}, 0
-        for event in self.record.of_kind("step"):
+        found: dict[tuple[str, int], int] = {}
+        version = 0
+        for event in self.record.of_kind("step", "stage"):
+            if event["kind"] == "stage":  # it may begin with another model than the one before it left
+                if event["what"] == "began" and (event["stage"], 0) not in found:
+                    version = int(event.get("version", version))
+                continue
             found[event["stage"], event["step"]] = version
             version = int(event["metrics"].get("version", version))
         return {**found, ("", 0): version}
@@ -189,8 +202,11 @@ class _Verification:
 
     def _groups(self, file: RolloutFile) -> list[tuple[Group, str]] | str:
         """What is in a file, or why it can't be read."""
+        return self._read(file.path)
+
+    def _read(self, path: Path) -> list[tuple[Group, str]] | str:
         try:
-            return read_groups(file.path)
+            return read_groups(path)
         except (StropError, ValueError, KeyError, TypeError, AttributeError) as error:
             self.unreadable = True
             return f"can't be read: {error}"
@@ -216,10 +232,29 @@ class _Verification:
 
     def _stages(self, recipe: Recipe) -> Iterator[Problem]:
         for stage in recipe.stages:
-            if isinstance(stage, RLSettings):
+            if isinstance(stage, DistillSettings) and stage.stored:
+                yield from self._given(stage)
+            elif isinstance(stage, AttemptsSettings):
                 yield from self._stage(recipe, stage)
 
-    def _stage(self, recipe: Recipe, stage: RLSettings) -> Iterator[Problem]:
+    def _given(self, stage: DistillSettings) -> Iterator[Problem]:
+        """The attempts that a stage was given are all there, and each was scored. Where they come from, they came out."""
+        path = self.path / "rollouts" / f"{stage.name}-stored.parquet"
+        steps = [event for event in self.record.of_kind("step") if event["stage"] == stage.name]
+        if not path.exists():
+            if steps:
+                yield Problem(f"rollouts/{path.name}", f"is missing, but {len(steps)} steps were trained on it")
+            return
+        groups = self._read(path)
+        if isinstance(groups, str):
+            yield Problem(f"rollouts/{path.name}", groups)
+            return
+        for group, _ in groups:
+            for rollout in group.rollouts:
+                sentences = [*check_rollout(group, rollout)] + ["was not scored"] * (rollout.reward is None)
+                yield from (Problem(f"rollouts/{path.name}", f"attempt {rollout.id} {s}") for s in sentences)
+
+    def _stage(self, recipe: Recipe, stage: AttemptsSettings) -> Iterator[Problem]:
         """A stage's batches in order, then what they add up to, then its journal."""
         before = {step: version for (name, step), version in self._versions.items() if name == stage.name}
         book, self.last = StageBook(stage, before, self._versions["", 0]), {}
@@ -228,7 +263,7 @@ class _Verification:
         for step in sorted(metrics.keys() - {file.step - 1 for file in mine if file.step is not None}):
             sentence = f"is missing, but step {step + 1} was trained on it"
             yield Problem(f"rollouts/{stage.name}-{step:06d}.parquet", sentence)
-        agent, readable = recipe.environment_of(stage).agent, True
+        longest, readable = max(asked.agent.max_tokens for asked in recipe.environments_of(stage)), True
         for file in sorted(mine, key=lambda file: math.inf if file.step is None else file.step):
             where, groups = f"rollouts/{file.path.name}", self._groups(file)
             if isinstance(groups, str):
@@ -237,7 +272,7 @@ class _Verification:
                 continue
             sentences = list(check_groups(file.path.name, groups, self.seen))
             sentences += check_seeds(groups, seed_of(recipe, stage.name))
-            sentences += check_limits(groups, agent.max_tokens, recipe.sampler.max_context)
+            sentences += check_limits(groups, longest, recipe.sampler.max_context)
             if file.step is None:
                 sentences += check_places(book, file.path.name, groups)
             else:
@@ -253,12 +288,12 @@ class _Verification:
             yield from (Problem("rollouts", f"{s} (stage {stage.name})") for s in self._came_out(stage, book))
         yield from self._journal(stage, book)
 
-    def _came_out(self, stage: RLSettings, book: StageBook) -> Iterator[str]:
+    def _came_out(self, stage: AttemptsSettings, book: StageBook) -> Iterator[str]:
         ended = self._ended(stage.name)
         there = (self.path / "rollouts" / f"{stage.name}-rest.parquet").exists()
         yield from check_all_came_out(book, ended or there)
 
-    def _journal(self, stage: RLSettings, book: StageBook) -> Iterator[Problem]:
+    def _journal(self, stage: AttemptsSettings, book: StageBook) -> Iterator[Problem]:
         """What finished since the newest batch: whole, once each, and of groups that are open."""
         path = self.path / "rollouts" / f"{stage.name}.journal"
         where = f"rollouts/{path.name}"
@@ -307,7 +342,7 @@ class _Verification:
                 if not (self.path / "checkpoints" / f"{stage.name}-{step:06d}").is_dir():
                     yield Problem(f"checkpoints/{stage.name}-{step:06d}", "is missing, but events.jsonl records it")
             trains = recipe.debug.only != "rollouts"
-            if trains and self._ended(stage.name) and stage.steps not in logged[stage.name]:
+            if trains and self._ended(stage.name) and self._steps_made(stage) not in logged[stage.name]:
                 yield Problem("events.jsonl", f"stage {stage.name} ended without a checkpoint of its last step")
         for folder in sorted((self.path / "checkpoints").glob("[!.]*")):
             yield from self._checkpoint(folder, logged)
@@ -335,11 +370,10 @@ class _Verification:
 
     def _version_after(self, stage: str, steps: int) -> int:
         """Weight version after so many steps of a stage."""
-        version = 0
+        version = self._versions.get((stage, 0), 0)
         for event in self.record.of_kind("step"):
-            version = int(event["metrics"].get("version", version))
-            if (event["stage"], event["step"]) == (stage, steps - 1):
-                break
+            if event["stage"] == stage and event["step"] < steps:
+                version = int(event["metrics"].get("version", version))
         return version
 
     def _ledger(self) -> Iterator[Problem]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from strop.config import Recipe, RLSettings
+from strop.config import AttemptsSettings, Recipe
 from strop.rollouts import Failed, Group, ModelCall, Rollout, Scored, derive_seed
 
 #: Log-probabilities come from fp32 sums, which may round to a hair above 0.
@@ -45,7 +45,7 @@ class StageBook:
         next, open: of the newest batch's collector state: number of the next group, and groups that were open.
     """
 
-    settings: RLSettings
+    settings: AttemptsSettings
     before: Mapping[int, int]
     latest: int
     places: dict[int, str] = field(default_factory=dict)
@@ -157,8 +157,9 @@ def check_batch(
     if len(trained) > collect.groups:
         yield f"has {len(trained)} groups to train on, but collect.groups = {collect.groups}"
     for group in trained:
-        if len(list(group.scored())) < 2:
-            yield f"group {group.id} was trained on with fewer than two scored members: there is no baseline"
+        fewest = min(2, collect.group_size)
+        if len(list(group.scored())) < fewest:
+            yield f"group {group.id} was trained on with fewer than {fewest} scored members: there is no baseline"
         if not 0 <= step - group.step <= collect.staleness:
             yield (
                 f"group {group.id} was begun at step {group.step + 1} and trained on at step {step + 1}, but "

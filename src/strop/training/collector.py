@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from strop.agents.attempts import AttemptRunner
+from strop.agents.attempts import Runner
 from strop.config import CollectSettings
 from strop.errors import RunError
 from strop.rollouts import Failed, FailureKind, Group, Rollout, Scored, Task
@@ -30,9 +30,11 @@ FAILURE_WINDOW = 64
 
 
 class TaskSource(Protocol):
-    """Which task a group attempts, and how: a pure function of the group's number, so that order survives a kill."""
+    """Which task a group attempts, and how: a function of its number and of what stored batches hold that are older
+    than the step at which it is begun, so that order survives a kill.
+    """
 
-    def __call__(self, number: int) -> tuple[Task, AttemptRunner]: ...
+    def __call__(self, number: int, step: int) -> tuple[Task, Runner]: ...
 
 
 @dataclass(slots=True)
@@ -42,7 +44,7 @@ class _Open:
     number: int
     begun: int  # the step at which it was begun: a bound on the age of its oldest token
     task: Task
-    runner: AttemptRunner
+    runner: Runner
     members: dict[int, Rollout] = field(default_factory=dict)
     running: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     making: dict[int, Rollout] = field(default_factory=dict)  # as far as each one's latest try has come
@@ -60,6 +62,8 @@ class Collector:
         settings: sizes, staleness, deadlines, retries.
         seed: of the stage; attempts' seeds derive from it.
         drop: reason to leave a complete group out of training (DAPO's dynamic sampling), or None to keep it.
+        observe: given a step and every group that ended for it; what it gives (JSON values) is stored with the batch,
+            under "measured".
     """
 
     def __init__(
@@ -70,6 +74,7 @@ class Collector:
         settings: CollectSettings,
         seed: int,
         drop: Callable[[Group], str | None] = lambda group: None,
+        observe: Callable[[int, Sequence[Group]], Mapping[str, Any]] = lambda step, groups: {},
     ) -> None:
         self.run, self.stage, self.source, self.settings, self.seed, self.drop = (
             run,
@@ -79,6 +84,7 @@ class Collector:
             seed,
             drop,
         )
+        self.observe = observe
         self._step = 0  # that the next batch is for
         self._next = 0  # number of the next group
         self._open: dict[int, _Open] = {}
@@ -232,7 +238,7 @@ class Collector:
             self._begin(self._next - 1, self._step)
 
     def _begin(self, number: int, begun: int, finished: Sequence[Entry] = ()) -> None:
-        task, runner = self.source(number)
+        task, runner = self.source(number, begun)
         group = self._open[number] = _Open(number, begun, task, runner)
         group.members = {entry.rollout.member: entry.rollout for entry in finished}
         wanted = range(self.settings.group_size + self.settings.oversample)
@@ -314,7 +320,9 @@ class Collector:
             if member not in group.members:
                 self._record(group, self._unfinished(group, member, kind, reason))
         complete = self._group(group)
-        why = "fewer than two members were scored" if len(list(complete.scored())) < 2 else self.drop(complete)
+        fewest = min(2, self.settings.group_size)  # one alone has no baseline
+        scored = len(list(complete.scored()))
+        why = f"fewer than {fewest} of its members were scored" if scored < fewest else self.drop(complete)
         if why:
             del self._open[group.number]
             self._left_out.append((complete, why))
@@ -347,7 +355,11 @@ class Collector:
         for group in batch:
             del self._open[group.number]
         ended = [(self._group(group), "trained") for group in batch] + self._left_out
-        state = {"next": self._next, "open": {str(group.number): group.begun for group in self._open.values()}}
+        state = {
+            "next": self._next,
+            "open": {str(group.number): group.begun for group in self._open.values()},
+            "measured": self.observe(step, [group for group, _ in ended]),
+        }
         path = self.run.batch_path(self.stage, step)
         with self.run.ledger.activity("records"):
             write_groups(path, ended, state)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from strop.agents.metrics import Metrics
-from strop.config import RLSettings, SFTSettings, StageSettings
+from strop.config import AttemptsSettings, DistillSettings, ExamplesSettings, StageSettings
 from strop.errors import ConfigError, RunError
 from strop.rollouts import Group, Rollout, Scored, Task
 from strop.runs import files
@@ -25,8 +25,11 @@ from strop.runs.reading import RunRecord
 from strop.runs.run import Run, check_checkpoint, read_recipe
 from strop.runs.store import read_groups, trained
 from strop.runs.turns import token_texts
+from strop.training.chain import model_before
+from strop.training.stored import copy_path, groups_of_step
 
 if TYPE_CHECKING:
+    from strop.training.given import Update
     from rich.console import RenderableType
 
     from strop.training.workshop import Workshop
@@ -119,6 +122,7 @@ async def replay_step(path: Path, step: int, *, stage: str | None = None, attemp
         asked = _stage_of(record, recipe.stages, step, stage)
         run = Run.create(Path(scratch) / "run", recipe)
         shop = build(run, load_model(recipe.model.name))
+        shop.checkpoints = path / "checkpoints"  # earlier stages of the run may be teachers
         try:
             return await _Replayer(record, shop, asked, step - 1, Path(scratch)).replay(attempt)
         finally:
@@ -131,13 +135,16 @@ class _Replayer:
 
     def __init__(self, record: RunRecord, shop: Workshop, stage: StageSettings, step: int, scratch: Path) -> None:
         self.record, self.shop, self.stage, self.step, self.scratch = record, shop, stage, step, scratch
+        self._given: dict[str, Update] = {}
+        #: Steps that stages ended with; held-out examples may have ended one early.
+        self._ends = {e["stage"]: e["step"] for e in record.of_kind("stage") if e["what"] == "ended"}
 
     async def replay(self, attempt: int | None) -> Replay:
         begun_from, start = self._load()
         done = 0
         for stage, step in self._steps_from(start):
             if step == 0:
-                self.shop.learner.begin_stage()
+                self._begin(stage)
             last = (stage.name, step) == (self.stage.name, self.step)
             tokens, name = self._tokens(stage, attempt) if last and attempt is not None else ((), "")
             version = self.shop.learner.version
@@ -171,7 +178,7 @@ class _Replayer:
         for number, steps, folder in sorted(found, reverse=True):
             if not list(check_checkpoint(folder)):
                 self.shop.load(folder)
-                over = steps >= stages[number].steps
+                over = steps >= self._ends.get(stages[number].name, stages[number].steps)
                 return folder.name, (number + 1, 0) if over else (number, steps)
         return "", (0, 0)
 
@@ -179,7 +186,7 @@ class _Replayer:
         """Every step from `start` to the one that was asked for."""
         number, first = start
         for stage in self.shop.recipe.stages[number:]:
-            for step in range(first, stage.steps):
+            for step in range(first, self._ends.get(stage.name, stage.steps)):
                 yield stage, step
                 if (stage.name, step) == (self.stage.name, self.step):
                     return
@@ -187,27 +194,50 @@ class _Replayer:
 
     async def _update(self, stage: StageSettings, step: int) -> Metrics:
         from strop.training.rl import RLUpdate
-        from strop.training.sft import SFTUpdate
+        from strop.training.given import train_step, update_of
 
-        if isinstance(stage, SFTSettings):
-            return await SFTUpdate(stage, self.shop)(step)
-        assert isinstance(stage, RLSettings)
+        if isinstance(stage, ExamplesSettings):
+            if stage.name not in self._given:
+                stored = self.record.path / "reference" / f"{stage.name}.npz"
+                if stored.exists():
+                    (self.shop.run.path / "reference").mkdir(exist_ok=True)
+                    shutil.copyfile(stored, self.shop.run.path / "reference" / stored.name)
+                self._given[stage.name] = await update_of(stage, self.shop, step)
+            return await train_step(self._given[stage.name], stage, self.shop, step)
+        assert isinstance(stage, AttemptsSettings)
         return await RLUpdate(stage, self.shop)(self._groups(stage, step), step)
 
     def _groups(self, stage: StageSettings, step: int) -> list[Group]:
         """The groups that a step trained on, if they are as they were stored."""
-        path = self.record.path / "rollouts" / f"{stage.name}-{step:06d}.parquet"
+        folder = self.record.path / "rollouts"
+        given = isinstance(stage, DistillSettings) and stage.stored is not None
+        path = copy_path(folder, stage.name) if given else folder / f"{stage.name}-{step:06d}.parquet"
         recorded = [event["sha256"] for event in self.record.of_kind("batch") if event["file"] == path.name]
         if path.exists() and recorded and files.sha256(path) != recorded[-1]:
             raise RunError(f"{path} has changed since it was stored, so its step can't be done again.")
+        if isinstance(stage, DistillSettings) and given:
+            groups = [group for group, _ in read_groups(path)]
+            return groups_of_step(groups, stage, step, self.shop.seed(stage.name, "order"))
         return trained(read_groups(path))
+
+    def _begin(self, stage: StageSettings) -> None:
+        """What happened between the stage before and this one: a model may not have been promoted."""
+        stages = self.shop.recipe.stages
+        number = stages.index(stage)  # type: ignore[arg-type]
+        if number and not self._was_promoted(stages[number - 1].name):
+            self.shop.keep(model_before(stages, stage, self.shop.checkpoints, self._was_promoted))
+        self.shop.begin(stage)
+
+    def _was_promoted(self, stage: str) -> bool:
+        decided = [bool(event["passed"]) for event in self.record.of_kind("gate") if event["stage"] == stage]
+        return not decided or decided[-1]
 
     def _tokens(self, stage: StageSettings, attempt: int) -> tuple[tuple[TokenCheck, ...], str]:
         """Log-probabilities of an attempt's tokens, with the weights as they are."""
         from strop.learning import pack
 
-        if not isinstance(stage, RLSettings):
-            raise RunError(f"stage {stage.name} is trained on demonstrations: it has no attempts.")
+        if not isinstance(stage, AttemptsSettings):
+            raise RunError(f"stage {stage.name} is trained on given examples: it has no attempts.")
         rollouts = [rollout for group in self._groups(stage, self.step) for rollout in group.rollouts]
         if not 0 <= attempt < len(rollouts):
             raise RunError(f"step {self.step + 1} has the attempts 0 to {len(rollouts) - 1}, and no {attempt}.")
@@ -323,7 +353,8 @@ def borrow_batches(run: Run) -> None:
     if not source:
         return
     for stage in run.recipe.stages:
-        for step in range(stage.steps if isinstance(stage, RLSettings) else 0):
+        sampled = isinstance(stage, AttemptsSettings) and not (isinstance(stage, DistillSettings) and stage.stored)
+        for step in range(stage.steps if sampled else 0):
             path = run.batch_path(stage.name, step)
             theirs = Path(source) / "rollouts" / path.name
             if path.exists():

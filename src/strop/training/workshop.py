@@ -5,33 +5,35 @@ checkpoints. Built and checked before any work starts.
 from __future__ import annotations
 
 import asyncio
-import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from strop.agents import make_agent
-from strop.agents.attempts import AttemptRunner
+from strop.agents.attempts import AttemptRunner, Runner
 from strop.agents.metrics import Metrics
-from strop.config import EnvironmentSettings, RLSettings, StageSettings
+from strop.config import AttemptsSettings, EnvironmentSettings, RewardSettings, StageSettings
 from strop.environments import Environment, load_environment
 from strop.errors import ConfigError, EvaluationError
 from strop.evaluation import attempt_all, evaluation_of
 from strop.rollouts import Task, derive_seed
 from strop.runs.journal import Entry, Journal
 from strop.runs.run import Run, read_checkpoint_state
-from strop.runs.store import write_groups
+from strop.runs.store import read_state, write_groups
 from strop.sampling.sampler import SamplingParams
-from strop.training.collector import TaskSource
 from strop.training.health import Canary
+from strop.training.reward import become_reward_model
+from strop.training.tasks import MixedRunner, Part, StageTasks, labelled_tasks
 
 if TYPE_CHECKING:
     from renderers.base import Renderer
+    from torch import Tensor
 
     from strop.learning import Learner
     from strop.sampling.sampler import Sampler
+    from strop.training.examples import Examples
 
-T = TypeVar("T", bound=Metrics)
+T = TypeVar("T")
 
 
 class Workshop:
@@ -41,11 +43,26 @@ class Workshop:
         run: its directory.
         sampler, learner, renderer: the model.
         canary: asked after every update whether the weights reached the sampler.
+        tokenizer: the model's.
+        fresh: gives the recipe's model anew: weights by parameter name.
+        examples: of stages that train on given ones, by the stage's name; see `strop.training.examples`.
+        checkpoints: folder of the run's checkpoints.
     """
 
-    def __init__(self, run: Run, sampler: Sampler, learner: Learner, renderer: Renderer) -> None:
+    def __init__(
+        self,
+        run: Run,
+        sampler: Sampler,
+        learner: Learner,
+        renderer: Renderer,
+        tokenizer: Any,
+        fresh: Callable[[], Mapping[str, Tensor]],
+    ) -> None:
         self.run, self.recipe = run, run.recipe
-        self.sampler, self.learner, self.renderer = sampler, learner, renderer
+        self.sampler, self.learner, self.renderer, self.fresh = sampler, learner, renderer, fresh
+        self.tokenizer = tokenizer
+        self.examples: dict[str, Examples] = {}
+        self.checkpoints = run.path / "checkpoints"
         self.canary = Canary(sampler, renderer)
         self._environments: dict[str, Environment] = {}
 
@@ -69,27 +86,46 @@ class Workshop:
         Raises:
             StallError: it took longer than `deadlines.learner_seconds`.
         """
-        what = f"the learner's {function.__name__}"
-        async with self.run.waits.on(what, self.recipe.deadlines.learner_seconds):
-            with self.run.ledger.activity("learner"):
-                metrics = await asyncio.to_thread(function, *arguments)
+        metrics = await self.compute(f"the learner's {function.__name__}", "learner", function, *arguments)
         self.run.ledger.count(trained=int(metrics.get("tokens_trained", 0)))
         return metrics
+
+    async def compute(self, what: str, activity: str, function: Callable[..., T], *arguments: Any) -> T:
+        """Run a computation in a thread; `what` it is stands in the list of waits, and in the ledger as an `activity`.
+
+        Raises:
+            StallError: it took longer than `deadlines.learner_seconds`.
+        """
+        async with self.run.waits.on(what, self.recipe.deadlines.learner_seconds):
+            with self.run.ledger.activity(activity):
+                return await asyncio.to_thread(function, *arguments)
 
     # -- attempts ---------------------------------------------------------------------------------------------------
 
     def environment(self, stage: StageSettings) -> Environment:
-        """The stage's environment, loaded once."""
+        """The stage's environment, loaded once; of several, the first."""
         return self._environment(self.recipe.environment_of(stage))
 
+    def environments(self, stage: StageSettings) -> dict[str, Environment]:
+        """The stage's environments by what they are called, in the recipe's order."""
+        return {asked.called: self._environment(asked) for asked in self.recipe.environments_of(stage)}
+
     def _environment(self, asked: EnvironmentSettings) -> Environment:
-        key = asked.model_dump_json()
+        key = asked.model_dump_json(include={"name", "options", "judge"})
         if key not in self._environments:
             self._environments[key] = load_environment(asked.name, asked.options)
         return self._environments[key]
 
-    def runner(self, asked: EnvironmentSettings, params: SamplingParams, seconds: float) -> AttemptRunner:
-        """Makes attempts at an environment with this model."""
+    def runner(
+        self, stage: StageSettings, params: Callable[[EnvironmentSettings], SamplingParams], seconds: float
+    ) -> Runner:
+        """Makes attempts at a stage's environments with this model."""
+        runners = {
+            asked.called: self._runner(asked, params(asked), seconds) for asked in self.recipe.environments_of(stage)
+        }
+        return MixedRunner(runners) if len(runners) > 1 else next(iter(runners.values()))
+
+    def _runner(self, asked: EnvironmentSettings, params: SamplingParams, seconds: float) -> AttemptRunner:
         return AttemptRunner(
             environment=self._environment(asked),
             agent=make_agent(asked.agent),
@@ -102,20 +138,39 @@ class Workshop:
             waits=self.run.waits,
         )
 
-    def tasks(self, stage: RLSettings) -> TaskSource:
-        """Which task each of a stage's groups attempts: the training tasks, shuffled anew in every epoch."""
-        asked, collect = self.recipe.environment_of(stage), stage.collect
-        params = SamplingParams(
-            max_tokens=asked.agent.max_tokens,
-            temperature=collect.temperature,
-            top_p=collect.top_p,
-            top_k=collect.top_k,
-            min_p=collect.min_p,
-        )
-        runner = self.runner(asked, params, collect.attempt_seconds)
-        tasks = self._environment(asked).tasks("train")
-        order = shuffled(len(tasks), self.seed(stage.name, "order"))
-        return lambda number: (tasks[order(number)], runner)
+    def tasks(self, stage: AttemptsSettings) -> StageTasks:
+        """Which task each of a stage's groups attempts."""
+        collect, asked = stage.collect, self.recipe.environments_of(stage)
+
+        def params(environment: EnvironmentSettings) -> SamplingParams:
+            return SamplingParams(
+                max_tokens=environment.agent.max_tokens,
+                temperature=collect.temperature,
+                top_p=collect.top_p,
+                top_k=collect.top_k,
+                min_p=collect.min_p,
+            )
+
+        def measured(step: int) -> Mapping[str, Any]:
+            found: Mapping[str, Any] = read_state(self.run.batch_path(stage.name, step)).get("measured", {})
+            return found
+
+        runner = self.runner(stage, params, collect.attempt_seconds)
+        tasks = labelled_tasks(self.environments(stage), "train")
+        parts = []
+        for environment in asked:
+            purpose = (stage.name, "order", environment.called) if len(asked) > 1 else (stage.name, "order")
+            parts.append(
+                Part(
+                    environment.called,
+                    tasks[environment.called],
+                    runner,
+                    environment.weight,
+                    self.seed(*purpose),
+                    environment.curriculum,
+                )
+            )
+        return StageTasks(parts, measured)
 
     # -- evaluation -------------------------------------------------------------------------------------------------
 
@@ -135,11 +190,13 @@ class Workshop:
         if self.run.evaluation(name):
             journal_path.unlink(missing_ok=True)  # a kill may have fallen between the two
             return
-        environment = self.recipe.environment_of(stage)
-        params = SamplingParams(max_tokens=environment.agent.max_tokens, temperature=asked.temperature)
-        runner = self.runner(environment, params, self.recipe.deadlines.evaluation_attempt_seconds)
-        tasks = self._environment(environment).tasks(asked.split)
-        tasks = [tasks[number] for number in range(min(asked.tasks, len(tasks)))]
+
+        def params(environment: EnvironmentSettings) -> SamplingParams:
+            return SamplingParams(max_tokens=environment.agent.max_tokens, temperature=asked.temperature)
+
+        runner = self.runner(stage, params, self.recipe.deadlines.evaluation_attempt_seconds)
+        splits = labelled_tasks(self.environments(stage), asked.split).values()
+        tasks = [split[number] for split in splits for number in range(min(asked.tasks, len(split)))]
         journal = Journal(journal_path)
         finished = 0
 
@@ -190,31 +247,39 @@ class Workshop:
         if not self.trains:
             return
         if steps == stage.steps or (stage.checkpoints.every and steps % stage.checkpoints.every == 0):
-            self.run.checkpoint(stage.name, steps, self.learner.save, {"version": self.version})
+            self.checkpoint(stage, steps)
+
+    def checkpoint(self, stage: StageSettings, steps: int, spare: Collection[int] = ()) -> None:
+        """Save after so many steps. Those of the steps to `spare` are kept however many follow."""
+        state = {"version": self.learner.version}
+        self.run.checkpoint(stage.name, steps, self.learner.save, state, spare=spare)
 
     def load(self, checkpoint: Path) -> None:
         """Go back to a verified checkpoint."""
-        self.learner.load(checkpoint, version=int(read_checkpoint_state(checkpoint)["version"]))
+        state = read_checkpoint_state(checkpoint)
+        for stage in self.recipe.stages:
+            if isinstance(stage, RewardSettings) and stage.name == state["stage"]:
+                become_reward_model(self, stage)
+        self.learner.load(checkpoint, version=int(state["version"]))
 
+    # -- models of stages -------------------------------------------------------------------------------------------
 
-def shuffled(count: int, seed: int) -> Callable[[int], int]:
-    """Order of an endless pass over `count` things: every epoch is a permutation of its own.
+    def begin(self, stage: StageSettings) -> bool:
+        """Make the model ready for a stage's first step; gives whether it is another one than before."""
+        anew = stage.start == "fresh" and self.version > 0  # version 0 is the recipe's model as it was loaded
+        if anew:
+            self.learner.restart(self.fresh())
+        if isinstance(stage, RewardSettings):
+            become_reward_model(self, stage)
+        self.learner.begin_stage()
+        return anew
 
-    Raises:
-        ConfigError: there is nothing to pass over.
-    """
-    if not count:
-        raise ConfigError("environment", "its training split has no tasks", "Choose options that leave some")
-    epochs: dict[int, list[int]] = {}
-
-    def at(number: int) -> int:
-        epoch, within = divmod(number, count)
-        if epoch not in epochs:
-            epochs.clear()
-            epochs[epoch] = random.Random(derive_seed(seed, epoch)).sample(range(count), count)
-        return epochs[epoch][within]
-
-    return at
+    def keep(self, checkpoint: Path | None) -> None:
+        """Go on from an earlier model, as a version of its own: a checkpoint's, or (None) the recipe's anew."""
+        if checkpoint is None:
+            self.learner.restart(self.fresh())
+        else:
+            self.learner.load(checkpoint)
 
 
 def check_prompt(task: Task, renderer: Renderer, max_context: int) -> None:
