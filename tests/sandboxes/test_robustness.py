@@ -29,6 +29,7 @@ from strop.sandboxes import (
     SandboxDead,
     SandboxesUnavailable,
     SandboxFailure,
+    SandboxStall,
     remove_stale,
     wire,
 )
@@ -228,9 +229,9 @@ async def test_an_agent_that_says_nothing_meets_a_deadline(pool: LocalPool, monk
 async def test_an_agent_that_never_begins_meets_a_deadline(pool: LocalPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("strop.sandboxes.local.BIRTH_SECONDS", 0.1)
     box, agent = impostor(pool)
-    with pytest.raises(TimeoutError):
+    with pytest.raises(SandboxStall, match="not ready within"):
         await box.wait_ready()
-    box.bury("the test is over")
+    assert box.dead == "it was not ready in time"
     agent.close()
 
 

@@ -91,18 +91,14 @@ class LocalSandbox:
         self._running: dict[int, Running] = {}
         self._oom_kills = 0
         self._ready: asyncio.Future[None] = self._loop.create_future()
-        self._dead: asyncio.Future[str] = self._loop.create_future()
+        #: Why it is dead; None while it lives.
+        self.dead: str | None = None
         self._hung_up = False
         self._ttl: asyncio.TimerHandle | None = None
         self._multiplexer.watch(agent.fileno(), self._receive)
 
     def __repr__(self) -> str:
-        return f"<sandbox {self.id}{' dead: ' + self._dead.result() if self._dead.done() else ''}>"
-
-    @property
-    def dead(self) -> str | None:
-        """Why it is dead; None while it lives."""
-        return self._dead.result() if self._dead.done() else None
+        return f"<sandbox {self.id}{f' dead: {self.dead}' if self.dead else ''}>"
 
     # ---- commands ----
 
@@ -119,7 +115,7 @@ class LocalSandbox:
         kill_leftovers: bool = False,
     ) -> ExecResult:
         flags = wire.Flag.KILL_LEFTOVERS if kill_leftovers else 0
-        running = Running(self._multiplexer, max_output or self.limits.output)
+        running = Running(self._multiplexer, max_output or self.limits.output, patient=True)
         id = await self._start(running, command, stdin, env, cwd, user, timeout or self.limits.timeout, flags)
         return await self._finish(id, running)
 
@@ -207,8 +203,7 @@ class LocalSandbox:
             )  # fmt: skip
             self._running[id] = running
             running.oom_kills_before = self._oom_kills
-            if timeout is not None:
-                running.timer = self._loop.call_later(timeout, self._expire, id, running)
+            running.begin(timeout, lambda: self._expire(id, running))
             await self._send(message, payload, (*given, *extra))
         except BaseException as error:
             self._running.pop(id, None)
@@ -282,7 +277,7 @@ class LocalSandbox:
             given.append(running.open_output("stdout"))
             given.append(running.open_output("stderr"))
             self._running[id] = running
-            running.timer = self._loop.call_later(self.limits.timeout, self._expire, id, running)
+            running.begin(self.limits.timeout, lambda: self._expire(id, running))
             message = wire.request(
                 wire.Ask.FILES, id, flags=0 if stdin is not None else wire.Flag.NULL_STDIN, uid=identity.uid, gid=identity.gid,
                 groups=identity.groups, arguments=1, operation=operation, mode=mode, limit=limit, payload=len(payload),
@@ -335,14 +330,12 @@ class LocalSandbox:
                 raise SandboxDead(f"sandbox {self.id} is gone") from None
 
     async def _kill(self, id: int, scope: wire.Kill, number: int) -> None:
-        if not self._dead.done() and not self._hung_up:
+        if self.dead is None and not self._hung_up:
             await self._send_parts([wire.request(wire.Ask.KILL, id, operation=scope, mode=number)], ())
 
     def _expire(self, id: int, running: Running) -> None:
         running.timed_out = True
-        running.timer = self._loop.call_later(
-            KILL_GRACE, self._break, f"its agent did not kill a command within {KILL_GRACE:g} s"
-        )
+        running.call_after(KILL_GRACE, self._break, f"its agent did not kill a command within {KILL_GRACE:g} s")
         task = self._loop.create_task(self._kill(id, wire.Kill.TREE, signals.SIGKILL))
         _background.add(task)
         task.add_done_callback(_background.discard)
@@ -401,25 +394,38 @@ class LocalSandbox:
             self._ttl = self._loop.call_later(seconds, self._break, f"its time to live of {seconds:g} s is over")
 
     async def wait_ready(self) -> None:
-        """Wait for the agent's first word."""
-        await asyncio.wait_for(asyncio.shield(self._ready), BIRTH_SECONDS)
+        """Wait, once, for the agent's first word.
+
+        Raises:
+            SandboxFailure: it could not be made, or did not answer in time.
+        """
+        timer = self._loop.call_later(BIRTH_SECONDS, self._be_late)
+        try:
+            await self._ready
+        finally:
+            timer.cancel()
+
+    def _be_late(self) -> None:
+        if not self._ready.done():
+            self._ready.set_exception(SandboxStall(f"sandbox {self.id} was not ready within {BIRTH_SECONDS:g} s"))
+        self._break("it was not ready in time")
 
     def check_alive(self) -> None:
         """Raise SandboxDead, with the reason, if it is."""
-        if self._dead.done():
-            raise SandboxDead(f"sandbox {self.id} is dead: {self._dead.result()}")
+        if self.dead is not None:
+            raise SandboxDead(f"sandbox {self.id} is dead: {self.dead}")
         if self._hung_up:
             raise SandboxDead(f"sandbox {self.id} is ending")
 
     def _break(self, reason: str) -> None:
         """It can't be trusted any more, or its time is over: end it for this reason."""
-        if not self._dead.done():
+        if self.dead is None:
             self._pool.kill(self._number)
             self.bury(reason)
 
     def _hang_up(self, reason: str) -> None:
         """The agent's socket is closed; the zygote knows why and will say so, unless it is gone too."""
-        if self._hung_up or self._dead.done():
+        if self._hung_up or self.dead is not None:
             return
         self._hung_up = True
         self._multiplexer.forget(self._socket.fileno())
@@ -429,9 +435,9 @@ class LocalSandbox:
 
     def bury(self, reason: str) -> None:
         """It is dead: answer everyone who waits."""
-        if self._dead.done():
+        if self.dead is not None:
             return
-        self._dead.set_result(reason)
+        self.dead = reason
         if self._ttl is not None:
             self._ttl.cancel()
         if self._socket.fileno() >= 0:
@@ -440,7 +446,8 @@ class LocalSandbox:
         error = SandboxDead(f"sandbox {self.id} is dead: {reason}")
         if not self._ready.done():
             self._ready.set_exception(error)
-        self._ready.exception()
+        if not self._ready.cancelled():
+            self._ready.exception()  # whoever made it may have gone: not an unretrieved error then
         for running in self._running.values():
             running.fail(error)
         self._running.clear()

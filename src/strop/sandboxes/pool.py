@@ -86,7 +86,7 @@ class LocalPool:
         self._free_numbers: list[int] = []
         self._next_number = 1
         self._live: dict[int, LocalSandbox] = {}
-        self._buried: dict[int, asyncio.Future[wire.ZygoteEvent]] = {}
+        self._buried: dict[int, list[asyncio.Future[None]]] = {}
         self._zygote: Zygote | None = None
         self._starting = asyncio.Lock()
         self._layer_users: dict[int, int] = {}
@@ -224,9 +224,6 @@ class LocalPool:
             with theirs:
                 zygote.create(number, message, theirs, lambda event: self._on_stillborn(number, event))
             await sandbox.wait_ready()
-        except TimeoutError:
-            sandbox._break("it was not ready in time")
-            raise SandboxStall(f"sandbox {sandbox.id} was not ready in time") from None
         except asyncio.CancelledError:
             sandbox._break("its making was cancelled")
             raise
@@ -278,25 +275,28 @@ class LocalPool:
         if self._live.get(number) is not sandbox:
             sandbox.bury("it was destroyed")
             return
-        gone = self._buried.setdefault(number, asyncio.get_running_loop().create_future())
+        loop = asyncio.get_running_loop()
+        gone: asyncio.Future[None] = loop.create_future()
+        self._buried.setdefault(number, []).append(gone)
         self.kill(number)
         sandbox.bury("it was destroyed")
-        await self._await_burial(number, gone)
-
-    async def _await_burial(self, number: int, gone: asyncio.Future[wire.ZygoteEvent]) -> wire.ZygoteEvent:
+        timer = loop.call_later(DEATH_SECONDS, self._mourn_no_longer, number, gone)
         try:
-            return await asyncio.wait_for(asyncio.shield(gone), DEATH_SECONDS)
-        except TimeoutError:
-            raise SandboxStall(
-                f"sandbox {number} of pool {self.number} did not end within {DEATH_SECONDS:g} s"
-            ) from None
+            await gone
+        finally:
+            timer.cancel()
+
+    def _mourn_no_longer(self, number: int, gone: asyncio.Future[None]) -> None:
+        if not gone.done():
+            reason = f"sandbox {number} of pool {self.number} did not end within {DEATH_SECONDS:g} s"
+            gone.set_exception(SandboxStall(reason))
 
     def _on_dead(self, event: wire.ZygoteEvent, reason: str | None = None) -> None:
         sandbox = self._live.get(event.id)
         self._forget(event.id)
-        gone = self._buried.pop(event.id, None)
-        if gone is not None and not gone.done():
-            gone.set_result(event)
+        for gone in self._buried.pop(event.id, ()):
+            if not gone.done():
+                gone.set_result(None)
         if sandbox is not None:
             killed = (
                 f"the kernel killed {event.oom_kills} of its processes for memory"

@@ -6,6 +6,7 @@ Used by every implementation that runs on this machine.
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 from collections import deque
 from collections.abc import Callable
@@ -20,6 +21,9 @@ _PIECE = 65536
 DRAIN_IDLE, DRAIN_TOTAL = 0.1, 1.0
 #: Chunks that a slow reader may leave waiting before the command is made to wait.
 _BACKLOG = 64
+#: Seconds before the output of a command that nobody reads meanwhile is looked at. Most commands end sooner, and then
+#: their pipes are read once, without having been watched: the fewer times the loop wakes, the less a command costs.
+_PATIENCE = 0.02
 
 
 class Capture:
@@ -64,6 +68,7 @@ class Running:
         most: bytes kept of each stream.
         forward: output goes to a reader by `next_chunk`, and is not kept.
         sink: output goes to this function, and is not kept.
+        patient: the output is likely to fit into its pipe, so it need not be looked at at once.
     """
 
     def __init__(
@@ -72,6 +77,7 @@ class Running:
         most: int,
         forward: bool = False,
         sink: Callable[[str, bytes], None] | None = None,
+        patient: bool = False,
     ) -> None:
         self._multiplexer = multiplexer
         self._loop = asyncio.get_running_loop()
@@ -79,10 +85,12 @@ class Running:
         self.started = self._loop.time()
         self.timed_out = False
         self.oom_kills_before = 0
-        self.timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._captured = not forward and sink is None
+        self._watched = not (self._captured and patient)
         self._captures = {"stdout": Capture(most), "stderr": Capture(most)}
         self._open: dict[int, Literal["stdout", "stderr"]] = {}
-        self._ended: ExecResult | None = None
+        self._ended: Callable[..., ExecResult] | None = None  # the result but for its output
         self._last_byte = 0.0
         self._stdin = -1
         self._pending = memoryview(b"")
@@ -101,8 +109,32 @@ class Running:
         reading, writing = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(reading, False)
         self._open[reading] = name
-        self._multiplexer.watch(reading, lambda: self._readable(reading))
+        if self._watched:
+            self._multiplexer.watch(reading, functools.partial(self._readable, reading))
         return writing
+
+    def begin(self, timeout: float | None, expire: Callable[[], None]) -> None:
+        """It is being started: call `expire` once `timeout` seconds are over, and look at its output before that."""
+        if self._watched or (timeout is not None and timeout <= _PATIENCE):
+            self.call_after(timeout, expire)
+        else:
+            self.call_after(_PATIENCE, self._watch, None if timeout is None else timeout - _PATIENCE, expire)
+
+    def call_after(self, seconds: float | None, work: Callable[..., None], *arguments: object) -> None:
+        """Call something if it has not ended by then, in place of what was to be called until now."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None if seconds is None else self._loop.call_later(seconds, work, *arguments)
+
+    def _watch(self, timeout: float | None, expire: Callable[[], None]) -> None:
+        self._watch_output()
+        self.call_after(timeout, expire)
+
+    def _watch_output(self) -> None:
+        if not self._watched:
+            self._watched = True
+            for fd in self._open:
+                self._multiplexer.watch(fd, functools.partial(self._readable, fd))
 
     def _readable(self, fd: int) -> None:
         try:
@@ -119,7 +151,7 @@ class Running:
             self._last_byte = self._loop.time()
 
     def _take(self, name: Literal["stdout", "stderr"], data: bytes) -> None:
-        if self._sink is None and self.chunks is None:
+        if self._captured:
             self._captures[name].feed(data)
             return
         self._captures[name].total += len(data)
@@ -217,12 +249,12 @@ class Running:
 
     def end(self, exit_code: int, signal: int | None, oom_kills: int, cpu: float, peak: int, error: str | None) -> None:
         """The main process is gone: take what is still in the pipes, wait a little if others hold them, finish."""
-        self._ended = ExecResult(
-            exit_code=exit_code, signal=signal, timed_out=self.timed_out, oom_kills=oom_kills, cpu=cpu, peak_memory=peak, error=error,
-            wall=self._loop.time() - self.started,
+        self._ended = functools.partial(
+            ExecResult, exit_code=exit_code, signal=signal, timed_out=self.timed_out, oom_kills=oom_kills, cpu=cpu,
+            peak_memory=peak, error=error, wall=self._loop.time() - self.started,
         )  # fmt: skip
-        if self.timer is not None:
-            self.timer.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         if self._paused:
             self._paused = False
             for fd in self._open:
@@ -231,8 +263,9 @@ class Running:
         if not self._open:
             self._finish()
         elif not self.result.done():
+            self._watch_output()
             self._last_byte = self._loop.time()
-            self.timer = self._loop.call_later(DRAIN_IDLE, self._check_drain, self._last_byte)
+            self.call_after(DRAIN_IDLE, self._check_drain, self._last_byte)
 
     def drain(self) -> None:
         """Take what is in the pipes now."""
@@ -255,7 +288,7 @@ class Running:
     def _check_drain(self, since: float) -> None:
         now = self._loop.time()
         if now - self._last_byte < DRAIN_IDLE and now - since < DRAIN_TOTAL:
-            self.timer = self._loop.call_later(DRAIN_IDLE - (now - self._last_byte), self._check_drain, since)
+            self.call_after(DRAIN_IDLE - (now - self._last_byte), self._check_drain, since)
         else:
             self._finish()
 
@@ -263,18 +296,14 @@ class Running:
         self.release()
         if self.result.done() or self._ended is None:
             return
-        ended, out, err = self._ended, self._captures["stdout"], self._captures["stderr"]
+        out, err = self._captures["stdout"], self._captures["stderr"]
         stdout, stderr = out.content(), err.content()
-        kept = (
-            self.chunks is not None or self._sink is not None or (len(stdout) == out.total and len(stderr) == err.total)
-        )
+        kept = not self._captured or (len(stdout) == out.total and len(stderr) == err.total)
         self.result.set_result(
-            ExecResult(
-                stdout=stdout, stderr=stderr, exit_code=ended.exit_code, signal=ended.signal, timed_out=ended.timed_out,
-                oom_kills=ended.oom_kills, truncated=not kept, stdout_bytes=out.total, stderr_bytes=err.total, wall=ended.wall,
-                cpu=ended.cpu, peak_memory=ended.peak_memory, error=ended.error,
+            self._ended(
+                stdout=stdout, stderr=stderr, truncated=not kept, stdout_bytes=out.total, stderr_bytes=err.total
             )
-        )  # fmt: skip
+        )
         if self.news is not None:
             self.news.set()
 
@@ -289,8 +318,8 @@ class Running:
 
     def release(self) -> None:
         """Close everything that is still open."""
-        if self.timer is not None:
-            self.timer.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         for fd in list(self._open):
             self._close_output(fd)
         self._pending = memoryview(b"")
