@@ -3,8 +3,9 @@
     python checks/chaos.py --kills 200        # make chaos
     python checks/chaos.py --kills 20         # the short form, which CI runs
 
+Every fourth run is a chain with everything in it: mixed environments, a curriculum, gates, distillation.
 In synchronous runs the final weights must be, bit for bit, those of the run that was not killed. In asynchronous ones
-(every fourth) they must be those that the run's stored batches make when they are trained on once each, in order.
+(another fourth) they must be those that the run's stored batches make when they are trained on once each, in order.
 Every finished run must pass `strop verify`. Ends with a RESULT line; the exit status is 1 if anything was lost.
 """
 
@@ -21,7 +22,7 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parents[1] / "tests"), str(Path(__file__).parents[1] / "tests" / "chaos")]
 
-from harness import POINTS, Chaos, Plan, recipe, warm_up  # noqa: E402
+from harness import POINTS, Chaos, Plan, chain, recipe, warm_up  # noqa: E402
 from tiny import make_model  # noqa: E402
 
 #: Kills of one run before it may live to its end.
@@ -72,7 +73,10 @@ def main() -> int:
         plans = Plans(draw, chaos.reference(recipe(root / "model")))
         while sum(chaos.kills.values()) < asked.kills:
             asynchronous = chaos.runs % 4 == 3
-            chaos.run(recipe(root / "model", staleness=1 + chaos.runs % 2 if asynchronous else 0), plans)
+            if chaos.runs % 4 == 1:
+                chaos.run(chain(root / "model"), plans)
+            else:
+                chaos.run(recipe(root / "model", staleness=1 + chaos.runs % 2 if asynchronous else 0), plans)
             print(f"{chaos.runs:3} runs  {json.dumps(chaos.result())}  {time.monotonic() - began:.0f} s", flush=True)
     for where, count in sorted(chaos.kills.items(), key=lambda item: -item[1]):
         print(f"{count:5}  {where}")

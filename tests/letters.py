@@ -39,7 +39,12 @@ class Letters(Environment):
     def tasks(self, split: str) -> Sequence[Task]:
         """Numbered ones."""
         return [
-            Task(f"{split}-{n}", self.name, ({"role": "user", "content": f"{split} {n}: say something"},))
+            Task(
+                f"{split}-{n}",
+                self.name,
+                ({"role": "user", "content": f"{split} {n}: say something"},),
+                labels={"digit": str(n % 3)},
+            )
             for n in range(self.sizes[split])
         ]
 

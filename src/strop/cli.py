@@ -224,6 +224,26 @@ def replay(
 
 
 @app.command()
+def select(
+    run: Annotated[str, typer.Argument(help="A run's name or directory.")],
+    out: Annotated[Path, typer.Option(help="The JSONL file to write: a row of messages and tools for each attempt.")],
+    stage: Annotated[str | None, typer.Option(help="Whose attempts; default the last stage that has any.")] = None,
+    best: Annotated[int, typer.Option(min=1, help="Attempts kept of each group, the highest rewards first.")] = 1,
+    reward_above: Annotated[float | None, typer.Option(help="Only attempts that were rewarded with more.")] = None,
+    runs: Runs = Path("runs"),
+) -> None:
+    """Write the best attempts of a run as data for supervised learning (rejection sampling)."""
+    from strop.runs.reading import open_run
+    from strop.training.stored import best_attempts, stored_groups, write_conversations
+
+    record = open_run(run, runs)
+    groups = stored_groups(record, stage)
+    chosen = best_attempts(groups, best, reward_above)
+    rows = write_conversations(chosen, out)
+    typer.echo(f"{rows} of {sum(len(group.rollouts) for group in groups)} attempts, of {len(chosen)} groups: {out}")
+
+
+@app.command()
 def serve(
     model: Annotated[str, typer.Argument(help="A start model, a folder (a checkpoint too), or a hub name.")],
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",

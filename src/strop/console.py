@@ -172,7 +172,7 @@ class LiveLine:
     def _print_step(self, event: Event) -> None:
         metrics = event["metrics"]
         parts = [f"{name} {metrics[key]:{form}}" for key, name, form in COLUMNS if key in metrics]
-        spent = dollars(self.price.usd(self.run.ledger.seconds))
+        spent = dollars(self.price.usd(self.run.ledger.seconds) + self.run.ledger.bought)
         console.print(
             f"  step {event['step'] + 1:>3}/{self._steps()}  {'  '.join(parts)}  [dim]{spent}[/]",
             highlight=False,
@@ -192,7 +192,7 @@ class LiveLine:
         sampled = sum(int(counts["sampled"]) for counts in tokens.values())
         seconds = self.run.ledger.seconds
         parts.append(f"{sampled} tokens sampled, {sampled / max(seconds, 1e-9):.0f}/s")
-        parts.append(f"{duration(seconds)}, {dollars(self.price.usd(seconds))}")
+        parts.append(f"{duration(seconds)}, {dollars(self.price.usd(seconds) + self.run.ledger.bought)}")
         return Text("  " + " · ".join(parts), style="dim", no_wrap=True, overflow="ellipsis")
 
 

@@ -53,6 +53,10 @@ class GateError(StropError):
     """A stage's model was not promoted, and its gate ends the run then. The run is resumable."""
 
 
+class BudgetError(StropError):
+    """What a run may spend is spent. The run is resumable."""
+
+
 class StallError(StropError):
     """A wait passed its deadline. Says what was waited for, since when; the run is resumable."""
 

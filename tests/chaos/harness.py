@@ -29,7 +29,7 @@ from typing import Any
 import tomli_w
 
 from strop.agents.attempts import AttemptRunner
-from strop.config import Recipe, parse_recipe
+from strop.config import AttemptsSettings, Recipe, parse_recipe
 from strop.environments.registry import find_class
 from strop.learning.embedded import EmbeddedLearner
 from strop.learning.optimizer import MasterWeights
@@ -41,6 +41,7 @@ from strop.runs.run import Run
 from strop.runs.store import read_groups
 from strop.runs.verify import verify_run
 from strop.training.collector import Collector
+from strop.training.workshop import Workshop
 from strop.training.train import train
 
 HERE = Path(__file__).parent
@@ -78,6 +79,67 @@ def recipe(model: Path, *, staleness: int = 0, seed: int = 0, steps: int = 5) ->
                     "schedule": {"learning_rate": 1e-3, "kind": "linear", "warmup_steps": 1},
                     "collect": {**rl, "retries": 40},
                     "checkpoints": {"every": 2},
+                },
+            ],
+        }
+    )
+
+
+def chain(model: Path, *, seed: int = 0) -> Recipe:
+    """Everything a chain can have: two environments with a curriculum, a gate that keeps the earlier model, a fresh
+    student with a teacher, and stored attempts at the end.
+    """
+    letters = {"name": ENVIRONMENT, "agent": {"max_tokens": 8}}
+    schedule = {"learning_rate": 1e-3}
+    collect = {"groups": 3, "group_size": 3, "in_flight": 10, "max_failed_share": 1.0, "retries": 40}
+    return parse_recipe(
+        {
+            "name": "chaos-chain",
+            "seed": seed,
+            "threads": 1,
+            "model": {"name": str(model), "dtype": "float32"},
+            "sampler": {"slots": 8, "max_context": 96},
+            "environment": letters,
+            "evaluation": {"tasks": 4, "temperature": 1.0},
+            "stages": [
+                {
+                    "kind": "rl",
+                    "name": "rl",
+                    "steps": 3,
+                    "schedule": schedule,
+                    "collect": collect,
+                    "checkpoints": {"every": 2},
+                    "environments": [
+                        {**letters, "label": "one", "weight": 2.0, "curriculum": {"label": "digit"}},
+                        {**letters, "label": "two", "options": {"train_tasks": 9}},
+                    ],
+                },
+                {
+                    "kind": "rl",
+                    "name": "worse",
+                    "steps": 2,
+                    "schedule": schedule,
+                    "collect": collect,
+                    "gate": {"gain_above": 0.9, "otherwise": "keep"},
+                },
+                {
+                    "kind": "distill",
+                    "name": "student",
+                    "steps": 3,
+                    "start": "fresh",
+                    "schedule": schedule,
+                    "collect": {**collect, "group_size": 1},
+                    "teachers": [{"stage": "rl"}],
+                    "checkpoints": {"every": 1},
+                },
+                {
+                    "kind": "distill",
+                    "name": "best",
+                    "steps": 2,
+                    "schedule": schedule,
+                    "collect": {"groups": 2},
+                    "stored": {"stage": "student"},
+                    "checkpoints": {"every": 1},
                 },
             ],
         }
@@ -153,6 +215,8 @@ POINTS: dict[str, Point] = {
     "an old checkpoint's removal": Point(files, "remove_folder", "middle", _half_a_removal),
     "a checkpoint is loaded": Point(EmbeddedLearner, "load", "before"),
     "the stage's end": Point(Collector, "abandon", "before"),
+    "another model is taken": Point(EmbeddedLearner, "restart", "after"),
+    "an earlier model is kept": Point(Workshop, "keep", "before"),
     "the run's end": Point(Run, "finish", "before"),
     "an attempt in flight": Point(AttemptRunner, "_act_and_score", "before"),
 }
@@ -309,7 +373,8 @@ def digest(rollout: Rollout) -> str:
 
 def weights(path: Path) -> dict[str, str]:
     """Hashes of the last checkpoint's weights and optimizer state."""
-    last = max((path / "checkpoints").glob("rl-*"))
+    stage = tomllib.loads((path / "config.toml").read_text())["stages"][-1]["name"]
+    last = max((path / "checkpoints").glob(f"{stage}-*"))
     return {file.name: files.sha256(file) for file in sorted(last.glob("*.safetensors"))}
 
 
@@ -376,14 +441,15 @@ class Chaos:
     twice: int = 0
     unequal: int = 0
     problems: list[str] = field(default_factory=list)
-    references: dict[int, Any] = field(default_factory=dict)
+    references: dict[tuple[str, int], Any] = field(default_factory=dict)
 
     def reference(self, asked: Recipe) -> dict[str, Any]:
-        """A run that is not killed, by the recipe's seed: what `judge` says of it, its "seconds" and "passages"."""
-        if asked.seed not in self.references:
-            path = self.folder / f"whole-{asked.seed}"
-            self.references[asked.seed] = in_child(lambda: _whole_life(path, asked), path.with_suffix(".log"))[1]
-        return self.references[asked.seed]
+        """A run that is not killed, of the same recipe: what `judge` says of it, its "seconds" and "passages"."""
+        key = asked.name, asked.seed
+        if key not in self.references:
+            path = self.folder / f"whole-{asked.name}-{asked.seed}"
+            self.references[key] = in_child(lambda: _whole_life(path, asked), path.with_suffix(".log"))[1]
+        return self.references[key]
 
     def run(self, asked: Recipe, plans: Callable[[], Plan | None]) -> None:
         """Let a run live and be killed until it is done, then judge it.
@@ -408,7 +474,7 @@ class Chaos:
     def _judge(self, path: Path, asked: Recipe) -> None:
         log = path.with_suffix(".log")
         found = in_child(lambda: judge(path), log)[1]
-        if asked.stages[-1].collect.staleness == 0:  # type: ignore[union-attr]
+        if all(stage.collect.staleness == 0 for stage in asked.stages if isinstance(stage, AttemptsSettings)):
             should = self.reference(asked)["weights"]
         else:
             should = in_child(lambda: train_again(path), log)[1]

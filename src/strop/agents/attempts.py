@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 from strop.agents.agent import Agent
 from strop.costs import Ledger
 from strop.environments.environment import Environment, Session, ToolOutcome
-from strop.errors import AttemptError, StropError
+from strop.errors import AttemptError, BudgetError, StropError
 from strop.rollouts import Failed, FailureKind, Rollout, Scored, Task, derive_seed
 from strop.runs.waits import Waits
 from strop.sampling.conversation import Conversation
@@ -88,7 +88,7 @@ class AttemptRunner:
 
         Raises:
             asyncio.CancelledError: it was cancelled; it has no ending then.
-            StropError: bad input that no retry would mend (a prompt longer than the context).
+            StropError: what no retry would mend: a prompt longer than the context, a budget that is spent.
         """
         rollout = Rollout(f"{group_id}/{member}", task.id, task.environment, member, 0, tries=tries)
         rollout.seed = derive_seed(seed, rollout.id)
@@ -138,7 +138,7 @@ class AttemptRunner:
             with self.ledger.activity("scoring"):
                 try:
                     scored = await session.score(rollout)
-                except AttemptError:
+                except (AttemptError, BudgetError):
                     raise
                 except (Exception, SystemExit) as error:
                     raise AttemptError(FailureKind.SCORER, _sentence(error)) from error

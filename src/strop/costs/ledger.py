@@ -94,6 +94,7 @@ class Ledger:
         self._running: list[_Activity] = []
         self._seconds: dict[tuple[str, str], float] = {}
         self._tokens: dict[str, dict[str, int]] = {}
+        self._bought: dict[str, dict[str, float]] = {}
         self._earlier: dict[str, Any] = {}
         self._phase = phase
         self._payers: tuple[str, ...] = (IDLE,)
@@ -183,13 +184,33 @@ class Ledger:
             counts["sampled"] += sampled
             counts["trained"] += trained
 
+    def buy(self, what: str, usd: float, **counts: float) -> None:
+        """Book what is paid for beside the machine, in the present phase.
+
+        Args:
+            what: for example "judge"; accounts are called "judge_usd", "judge_calls" …
+            usd: what it cost.
+            counts: what was had for it.
+        """
+        with self._lock:
+            account = self._bought.setdefault(self._phase, {})
+            for name, number in {"usd": usd, **counts}.items():
+                account[f"{what}_{name}"] = account.get(f"{what}_{name}", 0.0) + number
+
+    @property
+    def bought(self) -> float:
+        """Dollars paid beside the machine so far, earlier processes included."""
+        return bought_usd(self.snapshot()["bought"])
+
     @property
     def seconds(self) -> float:
         """Wall seconds so far, earlier processes of a resumed run included: the sum of all accounts."""
         return sum(sum(parts.values()) for parts in self.snapshot()["accounts"].values())
 
     def snapshot(self) -> dict[str, Any]:
-        """Everything so far, as JSON values: {"accounts": {phase: {activity: seconds}}, "tokens": {phase: {…}}}."""
+        """Everything so far, as JSON values: {"accounts": {phase: {activity: seconds}}, "tokens": {phase: {…}}, "bought":
+        {phase: {"judge_usd": …}}}.
+        """
         with self._lock:
             self._charge()
             mine: dict[str, dict[str, float]] = {}
@@ -198,6 +219,7 @@ class Ledger:
             return {
                 "accounts": _sum(self._earlier.get("accounts", {}), mine),
                 "tokens": _sum(self._earlier.get("tokens", {}), self._tokens),
+                "bought": _sum(self._earlier.get("bought", {}), self._bought),
             }
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
@@ -208,6 +230,17 @@ class Ledger:
         """
         with self._lock:
             self._earlier = dict(snapshot)
+
+
+def bought_usd(bought: Mapping[str, Mapping[str, float]], phase: str | None = None) -> float:
+    """Dollars in a snapshot's "bought", of one phase or of all."""
+    return sum(
+        number
+        for name, account in bought.items()
+        if phase in (None, name)
+        for key, number in account.items()
+        if key.endswith("_usd")
+    )
 
 
 def _sum(one: Mapping[str, Mapping[str, Any]], other: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -1,7 +1,7 @@
 """What a run cost and what it bought: dollars by account, by token, by attempt, and intelligence per dollar.
 
-Computed from a run directory alone. All dollars are machine time × the machine's price: every second counts,
-evaluation and idling included, so the accounts add up to the bill.
+Computed from a run directory alone. Dollars are machine time × the machine's price, where every second counts, evaluation
+and idling included; and what was bought beside it, such as judgements. The accounts add up to the bill.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Account:
     Attributes:
         phase, activity: the account.
         seconds: wall time of the machine.
-        usd: seconds × price.
+        usd: seconds × price, or what was paid for it.
     """
 
     phase: str
@@ -131,6 +131,12 @@ def cost_report(run: RunRecord, price: MachinePrice | None = None, target_points
         for activity, seconds in parts.items()
         if seconds > 0
     )
+    accounts += tuple(
+        Account(phase, name.removesuffix("_usd"), 0.0, usd)
+        for phase, parts in ledger.get("bought", {}).items()
+        for name, usd in parts.items()
+        if name.endswith("_usd") and usd > 0
+    )
     tokens: dict[str, int] = {}
     for counts in ledger["tokens"].values():
         for kind, count in counts.items():
@@ -141,7 +147,7 @@ def cost_report(run: RunRecord, price: MachinePrice | None = None, target_points
         price=price,
         seconds=math.fsum(account.seconds for account in accounts),
         usd=usd,
-        accounts=tuple(sorted(accounts, key=lambda account: -account.seconds)),
+        accounts=tuple(sorted(accounts, key=lambda account: -account.usd)),
         sampled=_token_cost("sampled", "sampler", tokens, accounts, usd),
         trained=_token_cost("trained", "learner", tokens, accounts, usd),
         tokens=tokens,
@@ -251,13 +257,14 @@ def _around(run: RunRecord, index: int) -> tuple[CostPoint, CostPoint]:
 
 def _usd_at(run: RunRecord, price: MachinePrice, found: EvaluationEvent) -> float:
     """Dollars spent when an evaluation was done."""
-    return price.usd(_around(run, found.index)[1].seconds())
+    point = _around(run, found.index)[1]
+    return price.usd(point.seconds()) + point.bought()
 
 
 def _usd_per_solved(run: RunRecord, price: MachinePrice, found: EvaluationEvent, score: float) -> float | None:
     """Dollars per solved task at an evaluation; see `Gain`."""
     last = (run.cost_points or [_NOTHING])[-1]
-    usd = price.usd(last.seconds(EVALUATION))
+    usd = price.usd(last.seconds(EVALUATION)) + last.bought(EVALUATION)
     sampled = last.ledger["tokens"].get(EVALUATION, {}).get("sampled", 0)
     length = found.evaluation.metrics.get("tokens_per_attempt")
     attempts = sum(event.evaluation.attempts for event in run.evaluations)

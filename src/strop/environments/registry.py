@@ -22,6 +22,7 @@ BUILT_IN: dict[str, str] = {
     "arithmetic": "strop.environments.arithmetic:Arithmetic",
     "code": "strop.environments.code:Code",
     "faults": "strop.environments.faults:Faults",
+    "pivots": "strop.environments.pivots:Pivots",
     "reasoning_gym": "strop.environments.reasoning_gym:ReasoningGym",
     "shopkeeper": "strop.environments.shopkeeper:Shopkeeper",
 }

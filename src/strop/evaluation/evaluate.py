@@ -38,6 +38,9 @@ async def attempt_all(
         finished: attempts of an earlier process, which are not made again.
         on_finished: told the task's number and the attempt as it ends.
 
+    Raises:
+        StropError: what no retry would mend; the other attempts were cancelled.
+
     Returns:
         One group a task, in the order of `tasks`.
     """
@@ -56,8 +59,11 @@ async def attempt_all(
         on_finished(number, rollout)
         return rollout
 
-    async with asyncio.TaskGroup() as group:
-        made = [[group.create_task(attempt(n, m)) for m in range(attempts)] for n in range(len(tasks))]
+    try:
+        async with asyncio.TaskGroup() as group:
+            made = [[group.create_task(attempt(n, m)) for m in range(attempts)] for n in range(len(tasks))]
+    except BaseExceptionGroup as failures:  # bad input, or a budget that is spent: the first one says it
+        raise failures.exceptions[0] from None
     return [
         Group(f"evaluation-{name}-{number:06d}", tasks[number], [member.result() for member in members])
         for number, members in enumerate(made)

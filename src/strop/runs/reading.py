@@ -15,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from strop.costs.ledger import bought_usd
 from strop.errors import EvaluationError, RunError
 from strop.rollouts import Failed, Group, Rollout, Scored
 from strop.runs.events import BadLine, Event, read_lines
@@ -77,6 +78,10 @@ class CostPoint:
         """Machine seconds so far, of one phase or of all."""
         accounts: Mapping[str, Mapping[str, float]] = self.ledger["accounts"]
         return sum(sum(parts.values()) for name, parts in accounts.items() if phase in (None, name))
+
+    def bought(self, phase: str | None = None) -> float:
+        """Dollars paid beside the machine so far, in one phase or in all."""
+        return bought_usd(self.ledger.get("bought", {}), phase)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from strop.agents import make_agent
 from strop.config import (
@@ -11,6 +12,7 @@ from strop.config import (
     DistillSettings,
     EnvironmentSettings,
     ExamplesSettings,
+    JudgeSettings,
     PreferenceSettings,
     Recipe,
     RewardSettings,
@@ -18,7 +20,8 @@ from strop.config import (
     StageSettings,
 )
 from strop.costs import price_of
-from strop.environments import load_environment
+from strop.environments import Environment, load_environment
+from strop.environments.judging import key_of
 from strop.errors import ConfigError
 from strop.models.load import check_model
 from strop.runs.reading import open_run
@@ -62,10 +65,22 @@ def _check_environment(recipe: Recipe, stage: StageSettings, asked: EnvironmentS
     make_agent(asked.agent)
     if not len(environment.tasks("train")):
         raise ConfigError(f"{key}.environment", f"{asked.name} has no training tasks", "Choose options that leave some")
+    if asked.judge:
+        _check_judge(asked.judge, environment, f"{key}.environment.judge")
     evaluation = recipe.evaluation_of(stage)
     if evaluation.tasks and not len(environment.tasks(evaluation.split)):
         there = f"{asked.name} has no tasks in its split {evaluation.split!r}"
         raise ConfigError(f"{key}.evaluation.split", there, "Name another split, or set evaluation.tasks = 0")
+
+
+def _check_judge(asked: JudgeSettings, environment: Environment, key: str) -> None:
+    if urlsplit(asked.url).scheme not in ("http", "https"):
+        raise ConfigError(f"{key}.url", f"{asked.url!r} is no address", "For example http://127.0.0.1:8000/v1")
+    key_of(asked)
+    data = environment.tasks("train")[0].data
+    if asked.reference and not isinstance(data.get(asked.reference), str):
+        wrong = f"tasks have no text {asked.reference!r} in their data"
+        raise ConfigError(f"{key}.reference", wrong, f"They have: {', '.join(sorted(data)) or 'nothing'}")
 
 
 def _check_attempts(recipe: Recipe, stage: AttemptsSettings, key: str) -> None:

@@ -35,7 +35,26 @@ def batch_metrics(groups: Sequence[Group], version: int) -> Metrics:
         "groups_without_variance": fmean(spread == 0 for spread in spreads) if spreads else 1.0,
         "staleness_mean": fmean(ages) if ages else 0.0,
         "staleness_max": float(max(ages, default=0)),
+        **_by_environment(groups),
     }
+
+
+#: Metrics that are logged of each environment by itself.
+_OF_EACH = ("attempts", "failed", "reward", "solved", "tokens_per_attempt", "truncated")
+
+
+def _by_environment(groups: Sequence[Group]) -> Metrics:
+    """Where groups are of several environments, what each of them gave: "reward/shopkeeper" …"""
+    names = sorted({group.task.environment for group in groups})
+    metrics: Metrics = {}
+    for name in names if len(names) > 1 else ():
+        its = [group for group in groups if group.task.environment == name]
+        found = attempt_metrics([rollout for group in its for rollout in group.rollouts])
+        metrics |= {f"{key}/{name}": found[key] for key in _OF_EACH if key in found}
+        metrics[f"groups/{name}"] = float(len(its))
+        flat = [len({reward for reward in group.rewards if reward is not None}) < 2 for group in its]
+        metrics[f"groups_without_variance/{name}"] = fmean(flat)
+    return metrics
 
 
 def _cut_off(rollouts: Sequence[Rollout]) -> Metrics:

@@ -29,9 +29,9 @@ from strop.training.chain import model_before
 from strop.training.stored import copy_path, groups_of_step
 
 if TYPE_CHECKING:
-    from strop.training.given import Update
     from rich.console import RenderableType
 
+    from strop.training.given import Update
     from strop.training.workshop import Workshop
 
 #: Metrics that are of the clock, not of the computation.
@@ -126,7 +126,7 @@ async def replay_step(path: Path, step: int, *, stage: str | None = None, attemp
         try:
             return await _Replayer(record, shop, asked, step - 1, Path(scratch)).replay(attempt)
         finally:
-            await shop.sampler.close()
+            await shop.close()
             run.close()
 
 
@@ -193,8 +193,8 @@ class _Replayer:
             first = 0
 
     async def _update(self, stage: StageSettings, step: int) -> Metrics:
-        from strop.training.rl import RLUpdate
         from strop.training.given import train_step, update_of
+        from strop.training.rl import RLUpdate
 
         if isinstance(stage, ExamplesSettings):
             if stage.name not in self._given:

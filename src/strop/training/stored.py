@@ -5,6 +5,7 @@ What a stage trains on is copied into its own run first, so that the run can be 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -12,7 +13,8 @@ from types import TracebackType
 from strop.agents.metrics import Metrics
 from strop.config import DistillSettings, StoredSettings
 from strop.errors import ConfigError
-from strop.rollouts import Group, Rollout
+from strop.rollouts import Group, Message, Rollout
+from strop.runs.files import written_whole
 from strop.runs.reading import RunRecord, open_run
 from strop.runs.run import Run
 from strop.runs.store import read_groups, write_groups
@@ -41,14 +43,16 @@ def best_attempts(groups: Sequence[Group], best: int, reward_above: float | None
     return chosen
 
 
-def stored_groups(run: RunRecord, stage: str) -> list[Group]:
-    """Every group of a run's stage, trained on or not, in the order of their numbers.
+def stored_groups(run: RunRecord, stage: str | None) -> list[Group]:
+    """Every group of a run's stage, trained on or not, in the order of their numbers; None is the last stage with any.
 
     Raises:
         ConfigError: the run has no attempts of such a stage.
         RunError: a file is damaged.
     """
-    files = [file for file in run.rollout_files if file.stage == stage]
+    if stage is None:
+        stage = next((file.stage for file in reversed(run.rollout_files) if file.stage), "")
+    files = [file for file in run.rollout_files if stage and file.stage == stage]
     if not files:
         there = sorted({file.stage for file in run.rollout_files if file.stage})
         raise ConfigError(
@@ -130,6 +134,38 @@ def chosen_attempts(asked: StoredSettings, own: RunRecord, key: str) -> list[Gro
             "Ask for less, or leave it out",
         )
     return chosen
+
+
+def write_conversations(groups: Sequence[Group], path: Path) -> int:
+    """Write attempts as a data file for supervised learning, a row `{"messages", "tools"}` each.
+
+    Attempts whose history was rewritten are no single conversation and are left out. What is trained on from such a file
+    is rendered anew; a distillation stage with `stored` trains on the very tokens that were sampled.
+
+    Args:
+        groups: what to write.
+        path: a JSONL file; it appears whole or not at all.
+
+    Returns:
+        The number of rows.
+    """
+    rows = [
+        {"messages": [_said(message) for message in rollout.transcript], "tools": list(group.task.tools)}
+        for group in groups
+        for rollout in group.rollouts
+        if not rollout.forks
+    ]
+    with written_whole(path) as beside, beside.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps({k: v for k, v in row.items() if v}, ensure_ascii=False) + "\n" for row in rows)
+    return len(rows)
+
+
+def _said(message: Message) -> Message:
+    """A message as the OpenAI API writes it, without what records have beside it."""
+    said = {key: value for key, value in message.items() if key != "error"}
+    if calls := said.get("tool_calls"):
+        said["tool_calls"] = [{key: value for key, value in call.items() if key != "problem"} for call in calls]
+    return said
 
 
 def stored_metrics(metrics: Metrics) -> Metrics:

@@ -126,7 +126,7 @@ async def train(run: Run) -> dict[str, Any]:
         raise
     finally:
         with run.waits.during("the sampler to close", GRACE):
-            await shop.sampler.close()
+            await shop.close()
         run.log("cost", ledger=run.ledger.snapshot())
     summary = summarise(RunRecord(run.path))
     run.finish(summary)

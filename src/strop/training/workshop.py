@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from strop.agents import make_agent
 from strop.agents.attempts import AttemptRunner, Runner
 from strop.agents.metrics import Metrics
-from strop.config import AttemptsSettings, EnvironmentSettings, RewardSettings, StageSettings
+from strop.config import AttemptsSettings, EnvironmentSettings, JudgeSettings, RewardSettings, StageSettings
 from strop.environments import Environment, load_environment
+from strop.environments.judging import Cache, Endpoint, Judge, Judged, Purse
 from strop.errors import ConfigError, EvaluationError
 from strop.evaluation import attempt_all, evaluation_of
 from strop.rollouts import Task, derive_seed
@@ -65,6 +66,8 @@ class Workshop:
         self.checkpoints = run.path / "checkpoints"
         self.canary = Canary(sampler, renderer)
         self._environments: dict[str, Environment] = {}
+        self._purse: Purse | None = None
+        self._endpoints: list[Endpoint] = []
 
     @property
     def trains(self) -> bool:
@@ -113,8 +116,25 @@ class Workshop:
     def _environment(self, asked: EnvironmentSettings) -> Environment:
         key = asked.model_dump_json(include={"name", "options", "judge"})
         if key not in self._environments:
-            self._environments[key] = load_environment(asked.name, asked.options)
+            environment = load_environment(asked.name, asked.options)
+            self._environments[key] = self._judged(environment, asked.judge) if asked.judge else environment
         return self._environments[key]
+
+    def _judged(self, environment: Environment, asked: JudgeSettings) -> Environment:
+        """The environment scored by a judge. All judges of the run pay from one purse."""
+        kept = self.run.path / "judgements.sqlite"
+        self._purse = self._purse or Purse(kept, self.run.ledger)
+        endpoint = Endpoint(asked, self._purse, Cache(Path(asked.cache) if asked.cache else kept))
+        self._endpoints.append(endpoint)
+        return Judged(environment, Judge(asked, endpoint))
+
+    async def close(self) -> None:
+        """Let go of the sampler, and of judges."""
+        await self.sampler.close()
+        for endpoint in self._endpoints:
+            await endpoint.close()
+        if self._purse:
+            self._purse.close()
 
     def runner(
         self, stage: StageSettings, params: Callable[[EnvironmentSettings], SamplingParams], seconds: float
