@@ -39,6 +39,7 @@ COLUMNS = (
     ("reward", "reward", ".3f"),
     ("solved", "solved", ".0%"),
     ("recovery", "recovery", ".0%"),
+    ("reverse_kl", "teacher KL", ".3f"),
     ("tokens_per_attempt", "tokens", ".0f"),
     ("mismatch_kl", "mismatch", ".1e"),
 )
