@@ -24,7 +24,7 @@ def _refusal() -> str | None:
     if sys.platform != "linux":
         return "sandboxes need Linux"
     report = probe()
-    return None if report.tier == "namespaces" else f"no namespace sandboxes here: {report}"
+    return None if report.tier in ("namespaces", "rootless") else f"no namespace sandboxes here: {report}"
 
 
 REFUSAL = _refusal()

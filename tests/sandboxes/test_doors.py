@@ -162,9 +162,9 @@ def test_limits_that_can_not_be_are_refused(anywhere: None, bad: dict[str, float
 
 
 def test_the_probe_names_what_is_missing_and_what_mends_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert probe().tier == "namespaces" and not any(lack.fatal for lack in probe().lacks)
+    assert probe().tier == "namespaces" and probe().limits == "groups" and not any(lack.fatal for lack in probe().lacks)
     with monkeypatch.context() as patched:
-        patched.setattr("strop.sandboxes.probing.HELPER", Path("/nowhere"))
+        patched.setattr("strop.sandboxes.tiers.HELPER", Path("/nowhere"))
         report = probe()
         assert (
             report.tier != "namespaces"
@@ -174,7 +174,7 @@ def test_the_probe_names_what_is_missing_and_what_mends_it(monkeypatch: pytest.M
     with monkeypatch.context() as patched:
         patched.setattr("strop.sandboxes.probing.find_roots", lambda: CgroupRoots({}, ("memory", "pids", "cpu")))
         report = probe()
-        assert report.tier != "namespaces" and "memory, pids, cpu" in str(report) and "To mend" in str(report)
+        assert report.limits == "processes" and "memory, pids, cpu" in str(report) and "To mend" in str(report)
     with monkeypatch.context() as patched:
         patched.setattr(os, "geteuid", lambda: 1000)
         assert "root" in [lack.what for lack in probe().lacks]

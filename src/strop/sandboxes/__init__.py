@@ -25,7 +25,7 @@ from strop.sandboxes.errors import (
 from strop.sandboxes.images import Image
 from strop.sandboxes.local import LocalSandbox
 from strop.sandboxes.pool import LocalPool, LocalSnapshot
-from strop.sandboxes.probing import Lack, Report, probe
+from strop.sandboxes.probing import Report, probe
 from strop.sandboxes.sandbox import (
     CellResult,
     Chunk,
@@ -39,6 +39,7 @@ from strop.sandboxes.sandbox import (
     ShellSession,
     Snapshot,
 )
+from strop.sandboxes.tiers import TIERS, Lack, Tier
 
 if TYPE_CHECKING:
     from strop.sandboxes.client import RemotePool
@@ -59,6 +60,7 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
+    "TIERS",
     "BlockingPool",
     "BlockingSandbox",
     "CellResult",
@@ -85,6 +87,7 @@ __all__ = [
     "SandboxesUnavailable",
     "ShellSession",
     "Snapshot",
+    "Tier",
     "probe",
     "remove_stale",
     "serve",

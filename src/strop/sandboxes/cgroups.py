@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import signal
@@ -13,6 +14,7 @@ from pathlib import Path
 #: Groups are named strop-PID-STARTTIME-NUMBER after the host process that owns them.
 _OWNED = re.compile(r"strop-(\d+)-(\d+)-\d+")
 _NEEDED = ("memory", "pids", "cpu")
+_numbers = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,8 @@ def _unified_with_limits(mount: Path, own: str) -> Path | None:
             wanted = set(_NEEDED)
             if wanted <= set((candidate / "cgroup.controllers").read_text().split()):
                 control = candidate / "cgroup.subtree_control"
+                if not os.access(candidate, os.W_OK):
+                    return None
                 if not wanted <= set(control.read_text().split()):
                     control.write_text(" ".join(f"+{name}" for name in _NEEDED))
                 return candidate
@@ -100,9 +104,9 @@ def start_time(pid: int) -> int | None:
         return None
 
 
-def owner_name(number: int) -> str:
-    """Name for this process's groups."""
-    return f"strop-{os.getpid()}-{start_time(os.getpid())}-{number}"
+def new_owner() -> str:
+    """A name for the groups of one pool of this process."""
+    return f"strop-{os.getpid()}-{start_time(os.getpid())}-{next(_numbers)}"
 
 
 def _remove(folder: Path) -> None:

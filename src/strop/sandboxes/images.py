@@ -310,8 +310,15 @@ def _build_skeleton(folder: Path, allow: Sequence[str], etc: Sequence[str], link
 
 
 def _copy_if_there(source: Path, target: Path) -> None:
+    """Copy what there is and what this user may read: the rest is nothing for a sandbox either."""
+    if not os.access(source, os.R_OK):
+        return
     target.parent.mkdir(parents=True, exist_ok=True)
     if source.is_dir():
-        shutil.copytree(source, target, symlinks=True, ignore_dangling_symlinks=True, dirs_exist_ok=True)
-    elif source.exists():
+        shutil.copytree(source, target, symlinks=True, ignore=_unreadable, dirs_exist_ok=True)
+    else:
         shutil.copy2(source, target)
+
+
+def _unreadable(folder: str, names: list[str]) -> list[str]:
+    return [name for name in names if not os.access(Path(folder, name), os.R_OK)]

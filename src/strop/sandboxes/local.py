@@ -263,8 +263,9 @@ class LocalSandbox:
         limit: int = 0,
         keep: int = MIB,
         identity: files.Identity | None = None,
+        descriptors: Sequence[int] = (),
     ) -> ExecResult:
-        """Ask the agent for a file operation; its errno value is the result's exit code."""
+        """Ask the agent for a file operation, which may get more descriptors; its errno value is the exit code."""
         identity = identity or files.ROOT
         payload = b"/\0" + _encode(path) + b"\0"
         if payload.count(b"\0") != 2:
@@ -282,7 +283,7 @@ class LocalSandbox:
                 wire.Ask.FILES, id, flags=0 if stdin is not None else wire.Flag.NULL_STDIN, uid=identity.uid, gid=identity.gid,
                 groups=identity.groups, arguments=1, operation=operation, mode=mode, limit=limit, payload=len(payload),
             )  # fmt: skip
-            await self._send(message, payload, given)
+            await self._send(message, payload, (*given, *descriptors))
         except BaseException as error:
             self._running.pop(id, None)
             running.fail(SandboxDead("the command was not started"))
@@ -385,6 +386,12 @@ class LocalSandbox:
         else:
             code = os.WEXITSTATUS(reply.status)
         running.end(code, signal, kills, reply.cpu_us / 1e6, reply.peak_rss_kib << 10, error)
+
+    async def stop(self, stopped: bool) -> None:
+        """Send every program of it the signal to stop, or to go on: where no control group can freeze them."""
+        self.check_alive()
+        await self._kill(0, wire.Kill.ALL, signals.SIGSTOP if stopped else signals.SIGCONT)
+        await self.file_operation(wire.Files.LIST, "/dev/shm")  # requests are answered in order: the signals are sent
 
     # ---- life and death ----
 

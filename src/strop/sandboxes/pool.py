@@ -13,7 +13,8 @@ from typing import Literal
 
 from strop.errors import ConfigError
 from strop.sandboxes import wire
-from strop.sandboxes.cgroups import find_roots, remove_stale
+from strop.sandboxes.bubblewrap import Bubblewrap
+from strop.sandboxes.cgroups import CgroupRoots, find_roots, remove_stale
 from strop.sandboxes.errors import (
     ResourceExhausted,
     SandboxDead,
@@ -25,6 +26,7 @@ from strop.sandboxes.errors import (
 from strop.sandboxes.images import Image
 from strop.sandboxes.local import DEATH_SECONDS, LocalSandbox
 from strop.sandboxes.sandbox import Limits, Snapshot
+from strop.sandboxes.tiers import Tier, candidates, make, obstacle
 from strop.sandboxes.zygote import COPY_SECONDS, Zygote
 
 _numbers = itertools.count()
@@ -57,7 +59,13 @@ class LocalPool:
         max_live: how many may live at once; `create` waits for a place.
         max_wait: seconds that `create` waits for a place.
         ttl: seconds after which a sandbox is destroyed; None never.
-        allow_weak: make sandboxes although control groups are missing, so without those limits.
+        tier: which kind of sandbox; "auto" takes the strongest that works here.
+        least: the weakest tier that is taken.
+        allow_weak: make sandboxes although control groups are missing: memory and processes are then limited for
+            each process and user alone, CPU time not at all.
+
+    Attributes:
+        tier: the one that is used, once it has started.
     """
 
     def __init__(
@@ -70,12 +78,16 @@ class LocalPool:
         max_live: int = 4096,
         max_wait: float = 600.0,
         ttl: float | None = None,
+        tier: Tier | Literal["auto"] = "auto",
+        least: Tier = "rootless",
         allow_weak: bool = False,
     ) -> None:
         if network not in ("none", "fresh"):
             raise ConfigError("network", f"{network!r} is not known", 'One of "none" and "fresh"')
         if warm < 0 or max_live < 1 or warm > max_live:
             raise ConfigError("warm", f"{warm} of {max_live} can't be kept ready", "0 to max_live")
+        self._candidates = candidates(tier, least)
+        self.tier: Tier | None = None
         self.image, self.limits = image, limits or Limits()
         self.number = next(_numbers)
         self.generation = 0
@@ -87,7 +99,8 @@ class LocalPool:
         self._next_number = 1
         self._live: dict[int, LocalSandbox] = {}
         self._buried: dict[int, list[asyncio.Future[None]]] = {}
-        self._zygote: Zygote | None = None
+        self._zygote: Zygote | Bubblewrap | None = None
+        self._freezes = False
         self._starting = asyncio.Lock()
         self._layer_users: dict[int, int] = {}
         self._warm: asyncio.Queue[LocalSandbox] = asyncio.Queue()
@@ -117,7 +130,7 @@ class LocalPool:
         if self._warm_size:
             self._refill()
 
-    async def _ensure_zygote(self) -> Zygote:
+    async def _ensure_zygote(self) -> Zygote | Bubblewrap:
         async with self._starting:
             if self._closed:
                 raise SandboxDead("the pool is closed")
@@ -133,10 +146,27 @@ class LocalPool:
                 )
             self.generation += 1
             self._layer_users.clear()
-            zygote = Zygote(self.image, roots, self._on_dead, self._on_zygote_end)
-            self._zygote = zygote
-            await zygote.start()
+            self._zygote = await self._start_strongest(roots)
+            self._freezes = self.tier != "bubblewrap" and bool({"unified", "unified-limits"} & set(roots.folders))
+            return self._zygote
+
+    async def _start_strongest(self, roots: CgroupRoots) -> Zygote | Bubblewrap:
+        """Start the first candidate that works; from then on it is the only one."""
+        reasons = []
+        for tier in self._candidates:
+            lack = obstacle(tier)
+            if lack is not None:
+                reasons.append(f"{tier} needs {lack.what} ({lack.mend})")
+                continue
+            zygote = make(tier, self.image, roots, self._on_dead, self._on_zygote_end, self._live.get)
+            try:
+                await zygote.start()
+            except SandboxesUnavailable as error:
+                reasons.append(f"{tier}: {error}")
+                continue
+            self.tier, self._candidates = tier, (tier,)
             return zygote
+        raise SandboxesUnavailable(f"no sandboxes of the tiers that are taken: {'; '.join(reasons)}")
 
     def _on_zygote_end(self) -> None:
         for number in list(self._live):
@@ -203,7 +233,12 @@ class LocalPool:
         return snapshot.layers
 
     async def _give_birth(
-        self, zygote: Zygote, layers: tuple[int, ...], limits: Limits, env: Mapping[str, str], labels: Mapping[str, str]
+        self,
+        zygote: Zygote | Bubblewrap,
+        layers: tuple[int, ...],
+        limits: Limits,
+        env: Mapping[str, str],
+        labels: Mapping[str, str],
     ) -> LocalSandbox:
         try:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -329,14 +364,13 @@ class LocalPool:
     # ---- freezing and snapshots ----
 
     async def freeze(self, number: int, frozen: bool) -> None:
-        """Stop or continue every program of a sandbox.
-
-        Raises:
-            SandboxFailure: this machine has no version 2 hierarchy of control groups, or it is gone.
-        """
+        """Stop or continue every program of a sandbox: by its control group, or by signals where none can freeze."""
+        if not self._freezes and number in self._live:
+            await self._live[number].stop(frozen)
+            return
         await self._alive().ask(wire.Control.FREEZE, id=number, argument=int(frozen))
 
-    def _alive(self) -> Zygote:
+    def _alive(self) -> Zygote | Bubblewrap:
         if self._zygote is None or not self._zygote.alive:
             raise SandboxDead("the zygote is gone")
         return self._zygote
@@ -345,15 +379,16 @@ class LocalPool:
         """Copy a sandbox's writable layer while its programs stand still."""
         zygote = self._alive()
         layer = zygote.token()
-        await zygote.ask(
-            wire.Control.SNAPSHOT,
-            COPY_SECONDS,
-            token=layer,
-            id=number,
-            argument=0,
-            disk=limits.disk + (1 << 20),
-            inodes=limits.inodes + 64,
-        )
+        if not self._freezes:
+            await self.freeze(number, True)
+        try:
+            await zygote.ask(
+                wire.Control.SNAPSHOT, COPY_SECONDS, token=layer, id=number, argument=0 if self._freezes else 2,
+                disk=limits.disk + (1 << 20), inodes=limits.inodes + 64,
+            )  # fmt: skip
+        finally:
+            if not self._freezes:
+                await self.freeze(number, False)
         return await self._flattened(LocalSnapshot(self, (*below, layer), limits.disk))
 
     async def _flattened(self, snapshot: LocalSnapshot) -> LocalSnapshot:

@@ -12,29 +12,13 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from strop.errors import StropError
 from strop.sandboxes.cgroups import CgroupRoots, find_roots
 from strop.sandboxes.errors import SandboxFailure
 from strop.sandboxes.images import Image
-from strop.sandboxes.zygote import HELPER
-
-
-@dataclass(frozen=True, slots=True)
-class Lack:
-    """Something that this machine lacks.
-
-    Attributes:
-        what: the thing.
-        why: what it is for.
-        mend: a command or step that mends it.
-        fatal: whether the strongest tier is impossible without it.
-    """
-
-    what: str
-    why: str
-    mend: str
-    fatal: bool = True
+from strop.sandboxes.tiers import TIERS, Lack, Tier, obstacle
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,19 +26,25 @@ class Report:
     """What `probe` found.
 
     Attributes:
-        tier: "namespaces" (own user ids, all limits) or "none".
+        tier: the strongest kind of sandbox that this machine makes, see `tiers.Tier`, or "none".
+        limits: "groups" where control groups limit a whole sandbox, else "processes": each process alone, and CPU time
+            not at all, so that pools must be told `allow_weak`.
         lacks: what is missing, the fatal ones first.
         cgroups: hierarchies in use, by name.
         detail: one sentence about what was tried.
     """
 
     tier: str
+    limits: Literal["groups", "processes"]
     lacks: tuple[Lack, ...]
     cgroups: tuple[str, ...]
     detail: str
 
     def __str__(self) -> str:
-        lines = [f"sandboxes: {self.tier} ({self.detail})", f"  control groups: {', '.join(self.cgroups) or 'none'}"]
+        lines = [
+            f"sandboxes: {self.tier}, limits by {self.limits} ({self.detail})",
+            f"  control groups: {', '.join(self.cgroups) or 'none'}",
+        ]
         lines += [f"  missing: {lack.what}, for {lack.why}. To mend: {lack.mend}" for lack in self.lacks]
         return "\n".join(lines)
 
@@ -87,19 +77,8 @@ def _kernel_lacks() -> list[Lack]:
 
 
 def _lacks(roots: CgroupRoots) -> list[Lack]:
-    lacks = []
-    if not HELPER.exists():
-        lacks.append(
-            Lack(
-                "the compiled helper",
-                "everything",
-                "apt-get install gcc libc6-dev && pip install --force-reinstall strop",
-            )
-        )
-    if os.geteuid() != 0:
-        lacks.append(
-            Lack("root", "65,536 user ids inside, idmapped images and limits", "run as root, or in a container that is")
-        )
+    found = (obstacle(tier) for tier in TIERS if tier != "rootless")
+    lacks = [lack for lack in found if lack is not None]
     lacks += _kernel_lacks()
     if roots.missing:
         lacks.append(
@@ -121,12 +100,12 @@ def _lacks(roots: CgroupRoots) -> list[Lack]:
     return lacks
 
 
-async def _try() -> str | None:
+async def _try(tier: Tier) -> str | None:
     """Make a sandbox and run something; the reason if that fails."""
     from strop.sandboxes.pool import LocalPool
 
     try:
-        async with LocalPool(Image.host()) as pool:
+        async with LocalPool(Image.host(), tier=tier, least=tier, allow_weak=True) as pool:
             sandbox = await pool.create()
             result = await sandbox.exec("echo alive", timeout=10)
             return None if result.text == "alive\n" else f"a command printed {result.text!r}"
@@ -141,16 +120,22 @@ def _in_thread(work: Callable[[], None]) -> None:
 
 
 def probe() -> Report:
-    """Try to make a sandbox here and say what stands in the way. Takes about a tenth of a second."""
+    """Try to make a sandbox here, of the strongest tier that works, and say what stands in the way of the stronger ones.
+    Takes about a tenth of a second."""
     if sys.platform != "linux":
         lack = Lack("Linux", "namespaces", "use a remote pool, see docs/sandboxes.md")
-        return Report("none", (lack,), (), f"this is {sys.platform}")
+        return Report("none", "processes", (lack,), (), f"this is {sys.platform}")
     roots = find_roots()
-    lacks = _lacks(roots)
-    outcome: list[str | None] = ["not tried: " + "; ".join(lack.what for lack in lacks if lack.fatal) + " missing"]
-    if not any(lack.fatal for lack in lacks):
-        _in_thread(lambda: outcome.__setitem__(0, asyncio.run(_try())))
-    groups = tuple(sorted(roots.folders))
-    if outcome[0] is None:
-        return Report("namespaces", tuple(lacks), groups, "a sandbox was made and ran a command")
-    return Report("none", tuple(lacks), groups, outcome[0])
+    lacks, groups = tuple(_lacks(roots)), tuple(sorted(roots.folders))
+    limits: Literal["groups", "processes"] = "processes" if roots.missing else "groups"
+    reasons: list[str] = []
+    for tier in TIERS:
+        if obstacle(tier) is not None:
+            continue
+        outcome: list[str | None] = [None]
+        _in_thread(lambda tier=tier, outcome=outcome: outcome.__setitem__(0, asyncio.run(_try(tier))))  # type: ignore[misc]
+        if outcome[0] is None:
+            detail = "; ".join(["a sandbox was made and ran a command", *reasons])
+            return Report(tier, limits, lacks, groups, detail)
+        reasons.append(f"{tier} failed: {outcome[0]}")
+    return Report("none", limits, lacks, groups, "; ".join(reasons) or "there was nothing to try")

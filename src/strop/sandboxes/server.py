@@ -14,7 +14,7 @@ import json
 import secrets
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import uvicorn
 from starlette.applications import Starlette
@@ -28,6 +28,7 @@ from strop.sandboxes.errors import SandboxDead, SandboxFailure
 from strop.sandboxes.images import Image
 from strop.sandboxes.pool import LocalPool
 from strop.sandboxes.sandbox import MIB, Limits, Process, PythonSession, Sandbox, SandboxPool, ShellSession, Snapshot
+from strop.sandboxes.tiers import Tier
 
 #: Largest request body: a file or an archive.
 MAX_BODY = 512 * MIB
@@ -378,6 +379,9 @@ async def serve(
     warm: int = 0,
     max_live: int = 4096,
     ttl: float = 3600.0,
+    tier: Tier | Literal["auto"] = "auto",
+    least: Tier = "rootless",
+    allow_weak: bool = False,
     on_ready: Callable[[str, str], None] | None = None,
 ) -> None:
     """Serve sandboxes of this machine until cancelled.
@@ -387,7 +391,7 @@ async def serve(
         host: address to listen on. One that is not loopback needs a token of the caller's.
         port: 0 takes a free one.
         token: what clients must bear; a random one if None.
-        limits, warm, max_live, ttl: of the pool.
+        limits, warm, max_live, ttl, tier, least, allow_weak: of the pool.
         on_ready: called with (URL, token) once it listens.
 
     Raises:
@@ -396,7 +400,8 @@ async def serve(
     """
     _check_address(host, token)
     token = token or secrets.token_urlsafe(32)
-    async with LocalPool(image or Image.host(), limits=limits, warm=warm, max_live=max_live) as pool:
+    kinds: dict[str, Any] = {"tier": tier, "least": least, "allow_weak": allow_weak}
+    async with LocalPool(image or Image.host(), limits=limits, warm=warm, max_live=max_live, **kinds) as pool:
         app = SandboxServer(pool, token, ttl).app
         server = _Server(
             uvicorn.Config(app, host=host, port=port, lifespan="off", log_level="warning", access_log=False)

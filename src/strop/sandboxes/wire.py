@@ -34,6 +34,7 @@ class Event(IntEnum):
     FAILED = 2
     DEAD = 3
     DONE = 4
+    UNMAPPED = 5
 
 
 class Ask(IntEnum):
@@ -67,6 +68,7 @@ class Kill(IntEnum):
     TREE = 1
     BELOW = 2
     LEFTOVERS = 3
+    ALL = 4
 
 
 class Files(IntEnum):
@@ -78,6 +80,7 @@ class Files(IntEnum):
     PACK = 4
     UNPACK = 5
     CHANGES = 6
+    SNAPSHOT = 7  # of agents in Python alone
 
 
 _CONTROL = struct.Struct(f"=IIIIQQQIIIII{MAX_LAYERS}I4x")
@@ -89,6 +92,43 @@ REPLY_SIZE, EVENT_SIZE, REQUEST_SIZE = _REPLY.size, _EVENT.size, _REQUEST.size
 
 _NO_GROUPS = (0,) * MAX_GROUPS
 _NO_LAYERS = (0,) * MAX_LAYERS
+
+
+@dataclass(frozen=True, slots=True)
+class ControlMessage:
+    """One message to a zygote, as whoever plays one reads it."""
+
+    kind: Control
+    id: int
+    fresh_network: bool
+    processes: int
+    memory: int
+    disk: int
+    inodes: int
+    cpu_percent: int
+    open_files: int
+    argument: int
+    layer: int
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AgentRequest:
+    """One message to an agent, as an agent in Python reads it; the payload is still NUL-ended strings."""
+
+    kind: Ask
+    id: int
+    flags: int
+    uid: int
+    gid: int
+    groups: tuple[int, ...]
+    arguments: int
+    variables: int
+    operation: int
+    mode: int
+    limit: int
+    mtime: int
+    payload: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,3 +240,46 @@ def parse_reply(data: bytes) -> AgentReply:
         raise ValueError(f"a reply has {_REPLY.size} bytes, not {len(data)}")
     kind, id, status, error, cpu_us, peak, oom_kills, stage = _REPLY.unpack(data)
     return AgentReply(Reply(kind), id, status, error, cpu_us, peak, oom_kills, _text(stage))
+
+
+def parse_control(data: bytes) -> ControlMessage:
+    """A control message from its bytes."""
+    kind, id, fresh, processes, memory, disk, inodes, cpu, files, argument, layer, count, *layers = _CONTROL.unpack(
+        data
+    )
+    return ControlMessage(
+        Control(kind),
+        id,
+        bool(fresh),
+        processes,
+        memory,
+        disk,
+        inodes,
+        cpu,
+        files,
+        argument,
+        layer,
+        tuple(layers[:count]),
+    )
+
+
+def parse_request(data: bytes) -> tuple[AgentRequest, bytes]:
+    """A request and the payload behind it."""
+    kind, id, flags, uid, gid, count, *rest = _REQUEST.unpack_from(data)
+    groups, numbers = tuple(rest[:count]), rest[MAX_GROUPS:]
+    return AgentRequest(Ask(kind), id, flags, uid, gid, groups, *numbers), data[REQUEST_SIZE:]
+
+
+def reply(
+    kind: Reply,
+    id: int,
+    *,
+    status: int = 0,
+    error: int = 0,
+    cpu_us: int = 0,
+    peak_rss_kib: int = 0,
+    oom_kills: int = 0,
+    stage: str = "",
+) -> bytes:
+    """A message of an agent; see struct reply."""
+    return _REPLY.pack(kind, id, status, error, cpu_us, peak_rss_kib, oom_kills, stage.encode()[:39])

@@ -11,19 +11,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 from strop.sandboxes import wire
-from strop.sandboxes.cgroups import CgroupRoots, owner_name, remove_owner
+from strop.sandboxes.cgroups import CgroupRoots, new_owner, remove_owner
 from strop.sandboxes.errors import ResourceExhausted, SandboxesUnavailable, SandboxFailure, SandboxStall, failure
+from strop.sandboxes.idmaps import BASE_ID, IdMap
 from strop.sandboxes.images import Image
 from strop.sandboxes.multiplexer import Multiplexer
 
 HELPER = Path(__file__).parent / "zygote_helper"
-#: First host id of the 65,536 that sandboxes' users have. One range for all of them: they never share a file.
-BASE_ID = 0x70000000
 #: Seconds for anything that the zygote does by itself. Copying a layer has its own limit.
 ANSWER_SECONDS = 20.0
 COPY_SECONDS = 300.0
-
-_numbers = itertools.count()
 
 
 class Zygote:
@@ -37,12 +34,13 @@ class Zygote:
         self,
         image: Image,
         cgroups: CgroupRoots,
+        ids: IdMap,
         on_dead: Callable[[wire.ZygoteEvent], None],
         on_end: Callable[[], None],
     ) -> None:
         self.alive = False
         self.pid = 0
-        self._image, self._cgroups, self._owner = image, cgroups, owner_name(next(_numbers))
+        self._image, self._cgroups, self._ids, self._owner = image, cgroups, ids, new_owner()
         self._on_dead, self._on_end = on_dead, on_end
         self._tokens = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[wire.ZygoteEvent]] = {}
@@ -67,14 +65,22 @@ class Zygote:
         self._pidfd = os.pidfd_open(self.pid)
         os.close(null)
         theirs.close()
-        self._started: asyncio.Future[wire.ZygoteEvent] = asyncio.get_running_loop().create_future()
         self._multiplexer.watch(ours.fileno(), self._receive)
+        self._expect_start()
         self._send_specification()
         try:
             event = await asyncio.wait_for(self._started, ANSWER_SECONDS)
+            if event.kind is wire.Event.UNMAPPED:
+                self._expect_start()
+                await asyncio.to_thread(self._ids.apply, self.pid)
+                ours.send(b"mapped")
+                event = await asyncio.wait_for(self._started, ANSWER_SECONDS)
         except TimeoutError:
             await self.close()
             raise SandboxStall(f"the zygote did not start within {ANSWER_SECONDS:g} s") from None
+        except SandboxFailure as error:
+            await self.close()
+            raise SandboxesUnavailable(f"sandboxes can't be made here: {error.reason}") from None
         if event.kind is not wire.Event.STARTED:
             await self.close()
             raise SandboxesUnavailable(
@@ -82,8 +88,12 @@ class Zygote:
             )
         self.alive = True
 
+    def _expect_start(self) -> None:
+        self._started: asyncio.Future[wire.ZygoteEvent] = asyncio.get_running_loop().create_future()
+
     def _send_specification(self) -> None:
-        lines, fds = [f"owner {self._owner}", f"base {BASE_ID}"], []
+        users = f"base {BASE_ID}" if self._ids.writer == "root" else f"rootless {self._ids.count}"
+        lines, fds = [f"owner {self._owner}", users], []
         try:
             for name, folder in self._cgroups.folders.items():
                 lines.append(f"cgroup {name}")

@@ -79,8 +79,10 @@ static volatile int child_error;
 static const char *volatile child_stage;
 
 static int become_user(const struct request *request) {
-    if (syscall(SYS_setgroups, (size_t)request->group_count, request->groups) < 0 ||
-        syscall(SYS_setresgid, request->gid, request->gid, request->gid) < 0 ||
+    if (syscall(SYS_setgroups, (size_t)request->group_count, request->groups) < 0 &&
+        (errno != EPERM || request->group_count)) /* a map of one id has no groups to set or leave */
+        return errno;
+    if (syscall(SYS_setresgid, request->gid, request->gid, request->gid) < 0 ||
         syscall(SYS_setresuid, request->uid, request->uid, request->uid) < 0)
         return errno;
     return 0;
@@ -242,7 +244,7 @@ static void kill_command(const struct request *request) {
         else
             spared[spared_count++] = commands[i].pid;
     }
-    if (main || (spared && request->operation == KILL_LEFTOVERS))
+    if (main || (spared && (request->operation == KILL_LEFTOVERS || request->operation == KILL_ALL)))
         kill_processes(proc_fd, (int)request->operation, main, spared, spared_count, (int)request->mode);
     free(spared);
 }

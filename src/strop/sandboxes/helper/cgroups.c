@@ -78,6 +78,9 @@ static int open_in_group(int owner, int index, const char *file, int flags) {
     return openat(owner, path, flags | O_CLOEXEC);
 }
 
+bool groups_limit_memory(void) { return v2_limits || v1_owner[MEMORY] >= 0; }
+bool groups_limit_processes(void) { return v2_limits || v1_owner[PIDS] >= 0; }
+
 static int open_oom_counter(int index) {
     if (v2_limits)
         return open_in_group(v2_owner, index, "memory.events", O_RDONLY);

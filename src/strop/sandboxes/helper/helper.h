@@ -23,12 +23,12 @@
 #define MAX_GROUPS 32      /* supplementary groups of one command */
 #define MAX_MESSAGE 65536  /* longer payloads travel in a memory file */
 #define MAX_PAYLOAD (8u << 20)
-#define ID_RANGE 65536u    /* user and group ids that exist inside */
+#define ID_RANGE 65536u    /* user and group ids that exist inside, if the host has that many to give */
 
 /* host -> zygote */
 enum { CONTROL_CREATE = 1, CONTROL_DESTROY, CONTROL_FREEZE, CONTROL_SNAPSHOT, CONTROL_RELEASE };
 /* zygote -> host */
-enum { EVENT_STARTED = 1, EVENT_FAILED, EVENT_DEAD, EVENT_DONE };
+enum { EVENT_STARTED = 1, EVENT_FAILED, EVENT_DEAD, EVENT_DONE, EVENT_UNMAPPED };
 /* host -> agent */
 enum { AGENT_EXEC = 1, AGENT_KILL, AGENT_FILES };
 /* agent -> host */
@@ -36,9 +36,9 @@ enum { REPLY_READY = 1, REPLY_EXIT };
 
 enum { NETWORK_POOLED = 0, NETWORK_FRESH = 1 };
 enum { EXEC_NULL_STDIN = 1, EXEC_TTY = 2, EXEC_MEMORY_FILE = 4, EXEC_KILL_LEFTOVERS = 8 };
-enum { KILL_MAIN = 0, KILL_TREE = 1, KILL_BELOW = 2, KILL_LEFTOVERS = 3 };
+enum { KILL_MAIN = 0, KILL_TREE = 1, KILL_BELOW = 2, KILL_LEFTOVERS = 3, KILL_ALL = 4 };
 enum { FILES_READ = 1, FILES_WRITE, FILES_LIST, FILES_PACK, FILES_UNPACK, FILES_CHANGES };
-enum { SNAPSHOT_COPY = 0, SNAPSHOT_FLATTEN = 1 };
+enum { SNAPSHOT_COPY = 0, SNAPSHOT_FLATTEN = 1, SNAPSHOT_COPY_STOPPED = 2 };
 enum { CONTROL_FD = 3, OOM_FD, UPPER }; /* descriptors of zygote and agent */
 
 struct control {
@@ -95,20 +95,22 @@ struct image {
 struct birth {
     const struct image *image;
     uint64_t disk, inodes;
-    uint32_t network, open_files, layer_count;
+    uint32_t network, open_files, layer_count, ids;
+    uint64_t processes, memory; /* 0: a control group has that limit */
     const uint32_t *layers;
 };
 int set_up_sandbox(const struct birth *birth, const char **stage);
 int bring_loopback_up(void);
 
 /* world.c: the zygote's own mount namespace */
-int build_world(char *specification, const int *fds, int fd_count, struct image *image, uint32_t base,
+int build_world(char *specification, const int *fds, int fd_count, struct image *image, uint32_t base, bool rootless,
                 const char **stage);
 int mount_layer(const char *path, uint64_t disk, uint64_t inodes, uint32_t base);
 
 /* seccomp.c */
 void assemble_filter(void); /* once, before the first sandbox */
 int install_filter(void);
+int write_filter(int fd);
 
 /* agent.c */
 _Noreturn void agent_main(int socket, int oom_fd);
@@ -138,6 +140,8 @@ struct slot { /* a pooled set of cgroups and a network namespace; index < 0 mark
 int add_cgroup_root(const char *controller, int fd);
 int make_cgroup_owner(const char *name);
 void remove_cgroup_owner(const char *name);
+bool groups_limit_memory(void);
+bool groups_limit_processes(void);
 int open_slot(struct slot *slot, int index, bool pooled);
 int limit_slot(struct slot *slot, const struct limits *limits);
 int attach_to_slot(const struct slot *slot, pid_t pid);

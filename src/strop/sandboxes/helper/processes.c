@@ -124,8 +124,8 @@ static void signal_until_settled(int proc_fd, int scope, pid_t main, const pid_t
 }
 
 void kill_processes(int proc_fd, int scope, pid_t main, const pid_t *spared, int spared_count, int signal_number) {
-    if (scope == KILL_MAIN) {
-        kill(main, signal_number);
+    if (scope == KILL_MAIN || scope == KILL_ALL) {
+        kill(scope == KILL_ALL ? -1 : main, signal_number);
         return;
     }
     if (scope == KILL_TREE)

@@ -166,6 +166,12 @@ void assemble_filter(void) {
     emit_search(rules, count);
 }
 
+/* For agents in Python, which have no assembler: the file filters/ARCHITECTURE.bpf is this. */
+int write_filter(int fd) {
+    size_t size = length * sizeof program[0];
+    return write(fd, program, size) == (ssize_t)size ? 0 : -1;
+}
+
 int install_filter(void) {
     struct sock_fprog filter = {(unsigned short)length, program};
     return (int)syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER, 0, &filter);

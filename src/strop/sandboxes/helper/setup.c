@@ -27,6 +27,8 @@
     (1u << CAP_CHOWN | 1u << CAP_DAC_OVERRIDE | 1u << CAP_FSETID | 1u << CAP_FOWNER | 1u << CAP_SETGID |         \
      1u << CAP_SETUID | 1u << CAP_SETPCAP | 1u << CAP_NET_BIND_SERVICE | 1u << CAP_KILL)
 
+enum { TTY_GROUP = 5 };
+
 /* The writable layer: upper and work for overlayfs, shm beside them so that one quota covers all. Its descriptor stays
  * open as UPPER, which is where the zygote finds the files for a snapshot. */
 static int mount_upper(uint64_t disk, uint64_t inodes) {
@@ -70,12 +72,13 @@ static int mount_binds(const struct birth *birth) {
     return 0;
 }
 
-static int mount_system(const char **stage) {
+static int mount_system(uint32_t ids, const char **stage) {
     *stage = "mount /dev (the image needs empty folders dev and proc)";
-    if (mount("/d", "/n/dev", NULL, MS_BIND, NULL) < 0 || mount("/t/shm", "/n/dev/shm", NULL, MS_BIND, NULL) < 0)
+    if (mount("/d", "/n/dev", NULL, MS_BIND | MS_REC, NULL) < 0 || mount("/t/shm", "/n/dev/shm", NULL, MS_BIND, NULL) < 0)
         return -1;
     *stage = "mount /dev/pts";
-    if (mount("devpts", "/n/dev/pts", "devpts", MS_NOSUID | MS_NOEXEC, "newinstance,ptmxmode=0666,mode=0620,gid=5") < 0)
+    if (mount("devpts", "/n/dev/pts", "devpts", MS_NOSUID | MS_NOEXEC,
+              ids > TTY_GROUP ? "newinstance,ptmxmode=0666,mode=0620,gid=5" : "newinstance,ptmxmode=0666,mode=0620") < 0)
         return -1;
     *stage = "mount /proc (is the outer /proc masked?)";
     if (mount("proc", "/n/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, NULL) < 0)
@@ -99,10 +102,12 @@ int bring_loopback_up(void) {
     return result;
 }
 
-static int limit_resources(uint32_t open_files) {
+static int limit_resources(const struct birth *birth) {
     /* A core limit of 1 byte, not 0: a core_pattern that is a pipe is skipped only then, see core(5). */
-    const struct rlimit core = {1, 1}, files = {open_files < 1024 ? open_files : 1024, open_files};
-    if (setrlimit(RLIMIT_CORE, &core) < 0)
+    const struct rlimit core = {1, 1}, files = {birth->open_files < 1024 ? birth->open_files : 1024, birth->open_files};
+    const struct rlimit processes = {birth->processes, birth->processes}, memory = {birth->memory, birth->memory};
+    if (setrlimit(RLIMIT_CORE, &core) < 0 || (birth->processes && setrlimit(RLIMIT_NPROC, &processes) < 0) ||
+        (birth->memory && setrlimit(RLIMIT_DATA, &memory) < 0))
         return -1;
     return setrlimit(RLIMIT_NOFILE, &files);
 }
@@ -150,7 +155,7 @@ int set_up_sandbox(const struct birth *birth, const char **stage) {
     if (mount_root(birth) < 0)
         return -1;
     *stage = "bind a host folder (is its target in the image?)";
-    if (mount_binds(birth) < 0 || mount_system(stage) < 0)
+    if (mount_binds(birth) < 0 || mount_system(birth->ids, stage) < 0)
         return -1;
     *stage = "enter the root";
     if (enter_root() < 0)
@@ -162,7 +167,7 @@ int set_up_sandbox(const struct birth *birth, const char **stage) {
     if (sethostname("sandbox", 7) < 0)
         return -1;
     *stage = "resource limits";
-    if (limit_resources(birth->open_files) < 0)
+    if (limit_resources(birth) < 0)
         return -1;
     return give_up_privileges(stage);
 }

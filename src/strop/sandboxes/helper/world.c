@@ -1,7 +1,8 @@
 /* The zygote's own mount namespace: nothing of the host but what a sandbox may have, ready to be copied.
  *
  * Image layers and bound folders are idmapped, so that what root owns outside appears as root's inside although the
- * sandbox's root is an ordinary user of the host. All of it is read-only before any sandbox exists.
+ * sandbox's root is an ordinary user of the host. Without root (`rootless`) the zygote is in a user namespace of its own
+ * by then, in which nothing can be idmapped: the user's own files are root's inside, root's are nobody's. All of it is read-only before any sandbox exists.
  */
 #include "helper.h"
 
@@ -31,9 +32,9 @@ static int attach_mount(int fd, const char *path) {
     return (int)syscall(NR_move_mount, fd, "", AT_FDCWD, path, MOVE_FROM_DESCRIPTOR);
 }
 
-static int restrict_mount(int fd, uint64_t set, int userns_fd) {
+static int restrict_mount(int fd, uint64_t set, int userns_fd, int recursive) {
     struct attributes attributes = {.set = set, .userns_fd = userns_fd < 0 ? 0 : (uint64_t)userns_fd};
-    return (int)syscall(NR_mount_setattr, fd, "", EMPTY_PATH, &attributes, sizeof attributes);
+    return (int)syscall(NR_mount_setattr, fd, "", EMPTY_PATH | recursive, &attributes, sizeof attributes);
 }
 
 /* A tmpfs for a snapshot's layer, laid out like a sandbox's own. */
@@ -77,7 +78,17 @@ static int open_mapping(uint32_t base) {
     return fd;
 }
 
-static int make_devices(uint32_t base) {
+/* Who is no administrator of the host can't make device nodes, but can show its own ones. */
+static int make_device(const char *path, unsigned major, unsigned minor, uint32_t base, bool rootless) {
+    if (!rootless)
+        return mknod(path, S_IFCHR | 0666, makedev(major, minor)) < 0 || chmod(path, 0666) < 0 ? -1 : chown(path, base, base);
+    char source[32];
+    snprintf(source, sizeof source, "/dev/%s", strchr(path, '/') + 1);
+    int fd = open(path, O_WRONLY | O_CREAT | O_CLOEXEC, 0666);
+    return fd < 0 || close(fd) < 0 ? -1 : mount(source, path, NULL, MS_BIND, NULL);
+}
+
+static int make_devices(uint32_t base, bool rootless) {
     static const struct {
         const char *name;
         unsigned minor, major;
@@ -89,8 +100,7 @@ static int make_devices(uint32_t base) {
     if (mount("tmpfs", "d", "tmpfs", MS_NOSUID | MS_NOEXEC, "mode=755,size=64k") < 0)
         return -1;
     for (size_t i = 0; i < sizeof devices / sizeof devices[0]; i++)
-        if (mknod(devices[i].name, S_IFCHR | 0666, makedev(devices[i].major, devices[i].minor)) < 0 ||
-            chmod(devices[i].name, 0666) < 0 || chown(devices[i].name, base, base) < 0)
+        if (make_device(devices[i].name, devices[i].major, devices[i].minor, base, rootless) < 0)
             return -1;
     for (size_t i = 0; i < sizeof links / sizeof links[0]; i++)
         if (symlink(links[i][0], links[i][1]) < 0)
@@ -115,7 +125,24 @@ static int make_mount_point(int source, const char *path) {
 static int clone_sources(const int *fds, int count, int mapping, int *clones) {
     for (int i = 0; i < count; i++) {
         clones[i] = (int)syscall(NR_open_tree, fds[i], "", TREE_CLONE | O_CLOEXEC | EMPTY_PATH);
-        if (clones[i] < 0 || restrict_mount(clones[i], ATTR_RDONLY | ATTR_NOSUID | ATTR_NODEV | ATTR_IDMAP, mapping) < 0)
+        if (clones[i] < 0 || restrict_mount(clones[i], ATTR_RDONLY | ATTR_NOSUID | ATTR_NODEV | ATTR_IDMAP, mapping, 0) < 0)
+            return -1;
+    }
+    return 0;
+}
+
+/* The same for who is no administrator of the host: the descriptors are of a mount namespace that is not ours, so their
+ * paths are opened again; what is mounted below comes along, since the kernel lets nobody look under it. */
+static int clone_paths(const int *fds, int count, int *clones) {
+    for (int i = 0; i < count; i++) {
+        char link[32], path[4096];
+        snprintf(link, sizeof link, "/proc/self/fd/%d", fds[i]);
+        ssize_t size = readlink(link, path, sizeof path - 1);
+        if (size < 0)
+            return -1;
+        path[size] = 0;
+        clones[i] = (int)syscall(NR_open_tree, AT_FDCWD, path, TREE_CLONE | O_CLOEXEC | RECURSIVE);
+        if (clones[i] < 0 || restrict_mount(clones[i], ATTR_RDONLY | ATTR_NOSUID | ATTR_NODEV, -1, RECURSIVE) < 0)
             return -1;
     }
     return 0;
@@ -148,17 +175,19 @@ static int place_all(char *specification, const int *clones, int count, struct i
     return 0;
 }
 
-int build_world(char *specification, const int *fds, int fd_count, struct image *image, uint32_t base,
+int build_world(char *specification, const int *fds, int fd_count, struct image *image, uint32_t base, bool rootless,
                 const char **stage) {
     *stage = "make a user namespace of 65536 ids";
-    int mapping = open_mapping(base);
-    if (mapping < 0)
+    int mapping = rootless ? -1 : open_mapping(base);
+    if (mapping < 0 && !rootless)
         return -1;
     int clones[MAX_LOWERS + MAX_BINDS];
-    *stage = "map the image's owners (does its file system support idmapped mounts?)";
-    if (fd_count > MAX_LOWERS + MAX_BINDS || clone_sources(fds, fd_count, mapping, clones) < 0)
+    *stage = rootless ? "open the image" : "map the image's owners (does its file system support idmapped mounts?)";
+    if (fd_count > MAX_LOWERS + MAX_BINDS ||
+        (rootless ? clone_paths(fds, fd_count, clones) : clone_sources(fds, fd_count, mapping, clones)) < 0)
         return -1;
-    close(mapping);
+    if (mapping >= 0)
+        close(mapping);
     *stage = "make a mount namespace";
     if (unshare(CLONE_NEWNS) < 0 || mount(NULL, "/", NULL, MS_REC | MS_PRIVATE, NULL) < 0 ||
         mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, "mode=755,size=1m") < 0 || chdir("/tmp") < 0)
@@ -177,10 +206,11 @@ int build_world(char *specification, const int *fds, int fd_count, struct image 
     if (place_all(specification, clones, fd_count, image) < 0)
         return -1;
     *stage = "make the devices";
-    if (make_devices(base) < 0)
+    if (make_devices(base, rootless) < 0)
         return -1;
     *stage = "mount proc";
-    if (mount("proc", "proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, NULL) < 0)
+    if (rootless ? mount("/proc", "proc", NULL, MS_BIND | MS_REC, NULL) < 0
+                 : mount("proc", "proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, NULL) < 0)
         return -1;
     *stage = "enter the zygote's root";
     if (syscall(SYS_pivot_root, ".", ".") < 0 || umount2(".", MNT_DETACH) < 0)

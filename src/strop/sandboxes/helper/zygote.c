@@ -42,7 +42,8 @@ static struct slot free_slots[MAX_POOLED];
 static int free_count, pooled_count, next_index;
 static struct worker workers[64];
 static struct image image;
-static uint32_t base;
+static uint32_t base, ids = ID_RANGE;
+static bool rootless;
 static char owner[128];
 
 void close_from(unsigned fd) { syscall(436 /* close_range */, fd, ~0u, 0); }
@@ -134,8 +135,10 @@ static _Noreturn void become_sandbox(const struct control *control, int agent, i
     if (oom_fd >= 0)
         dup3(oom_fd, OOM_FD, O_CLOEXEC);
     close_from(OOM_FD + 1);
-    struct birth birth = {.image = &image, .disk = control->disk, .inodes = control->inodes, .network = control->network, .open_files = control->open_files,
-                          .layer_count = control->layer_count, .layers = control->layers};
+    struct birth birth = {.image = &image, .disk = control->disk, .inodes = control->inodes, .network = control->network,
+                          .open_files = control->open_files, .ids = ids,
+                          .processes = groups_limit_processes() ? 0 : control->pids,
+                          .memory = groups_limit_memory() ? 0 : control->memory, .layer_count = control->layer_count, .layers = control->layers};
     if (set_up_sandbox(&birth, &stage) < 0) {
         struct reply reply = {.kind = REPLY_READY, .id = WIRE_VERSION, .error = errno};
         snprintf(reply.stage, sizeof reply.stage, "%s", stage);
@@ -147,7 +150,10 @@ static _Noreturn void become_sandbox(const struct control *control, int agent, i
 
 static int map_ids(pid_t pid) {
     char path[64], map[64];
-    snprintf(map, sizeof map, "0 %u %u", base, ID_RANGE);
+    if (rootless && ids > 1) /* a range may not span two of the outer map's, and the first id is one of its own */
+        snprintf(map, sizeof map, "0 0 1\n1 1 %u", ids - 1);
+    else
+        snprintf(map, sizeof map, "0 %u %u", base, ids);
     snprintf(path, sizeof path, "/proc/%d/uid_map", pid);
     if (write_text(AT_FDCWD, path, map) < 0)
         return -1;
@@ -260,7 +266,7 @@ static int copy_layers(const struct control *control, pid_t pid, const char *tar
     char path[64];
     snprintf(path, sizeof path, "%s/upper", target_path);
     int target = open_upper(path), error = target < 0 ? errno : 0;
-    if (control->argument == SNAPSHOT_COPY) {
+    if (control->argument != SNAPSHOT_FLATTEN) {
         snprintf(path, sizeof path, "/proc/%d/fd/%d/upper", pid, UPPER);
         int source = open_upper(path);
         return error ? error : source < 0 ? errno : apply_layer(source, target);
@@ -374,7 +380,7 @@ static void handle_control(const struct control *control, int fd) {
         send_event(EVENT_DONE, control->layer, error, stage, CONTROL_FREEZE, 0);
         return;
     case CONTROL_SNAPSHOT:
-        error = control->argument == SNAPSHOT_COPY && !sandbox     ? ESRCH
+        error = control->argument != SNAPSHOT_FLATTEN && !sandbox  ? ESRCH
                 : start_copy(control, sandbox, &stage) < 0 ? errno
                                                                    : 0;
         if (error)
@@ -409,6 +415,22 @@ static ssize_t receive(void *data, size_t size, int *fds, int max_fds, int *fd_c
     return received;
 }
 
+/* Without root, the zygote enters a user namespace in which it is root; the host has its ids mapped, and says when.
+ * It stays dumpable: what is not belongs to the real root, and then it could not map its sandboxes' ids either. */
+static void enter_user_namespace(void) {
+    if (unshare(CLONE_NEWUSER | CLONE_NEWNS) < 0)
+        die("make a user namespace");
+    if (prctl(PR_SET_DUMPABLE, 1) < 0)
+        die("be mapped");
+    send_event(EVENT_UNMAPPED, WIRE_VERSION, 0, "", 0, 0);
+    char byte;
+    if (recv(CONTROL_FD, &byte, 1, 0) != 1)
+        _exit(1);
+    if ((syscall(SYS_setgroups, (size_t)0, NULL) < 0 && errno != EPERM) || syscall(SYS_setresgid, 0, 0, 0) < 0 ||
+        syscall(SYS_setresuid, 0, 0, 0) < 0 || prctl(PR_SET_DUMPABLE, 1) < 0)
+        die("become root of a user namespace");
+}
+
 static void read_specification(void) {
     static char text[MAX_MESSAGE], copy[MAX_MESSAGE];
     int fds[250], count;
@@ -424,11 +446,13 @@ static void read_specification(void) {
         if (sscanf(line, "cgroup %31s", name) == 1 && used < count)
             add_cgroup_root(name, fcntl(fds[used++], F_DUPFD_CLOEXEC, OOM_FD + 1));
         else if (sscanf(line, "owner %127s", owner) != 1)
-            sscanf(line, "base %u", &base);
+            rootless |= sscanf(line, "base %u", &base) != 1 && sscanf(line, "rootless %u", &ids) == 1;
     }
+    if (rootless)
+        enter_user_namespace();
     if (make_cgroup_owner(owner) < 0)
         die("make control groups");
-    if (build_world(text, fds + used, count - used, &image, base, &stage) < 0)
+    if (build_world(text, fds + used, count - used, &image, base, rootless, &stage) < 0)
         die(stage);
     for (int i = 0; i < count; i++)
         close(fds[i]);
@@ -452,7 +476,11 @@ static void reset_signals(void) {
     sigaction(SIGCHLD, &(struct sigaction){.sa_handler = on_child}, NULL);
 }
 
-int main(void) {
+int main(int argc, char **argv) {
+    if (argc == 2 && !strcmp(argv[1], "filter")) {
+        assemble_filter();
+        return write_filter(1) < 0;
+    }
     close_from(OOM_FD);
     if (open("/dev/null", O_RDWR | O_CLOEXEC) != OOM_FD)
         return 1; /* holds the number, so that later descriptors lie above those an agent gets */
