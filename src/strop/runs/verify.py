@@ -370,6 +370,9 @@ class _Verification:
 
     def _version_after(self, stage: str, steps: int) -> int:
         """Weight version after so many steps of a stage."""
+        for event in self.record.of_kind("stage"):  # its best weights, under a version of their own
+            if (event["stage"], event["what"], event["step"]) == (stage, "went back", steps):
+                return int(event["version"])
         version = self._versions.get((stage, 0), 0)
         for event in self.record.of_kind("step"):
             if event["stage"] == stage and event["step"] < steps:
