@@ -120,7 +120,7 @@ async def test_the_fields_of_known_data_sets_are_read(tmp_path: Path, line: dict
     assert not (await attempt(environment, block("def f(x): return x\ndef sq(x): return 9"))).solved
 
 
-def test_hidden_tests_are_in_no_task(tmp_path: Path) -> None:
+def test_f7_hidden_tests_are_in_no_task(tmp_path: Path) -> None:
     for task in made(tmp_path, PROBLEM, PROGRAM, HUMAN_EVAL, MBPP).tasks("train"):
         shown = json.dumps([task.messages, dict(task.data)])
         assert "assert" not in shown and "solution" not in shown.replace("solution in", "") and '"output"' not in shown
@@ -164,12 +164,12 @@ TRICKS = {
 
 
 @pytest.mark.parametrize("trick", TRICKS)
-async def test_no_trick_solves_a_problem(tmp_path: Path, trick: str) -> None:
+async def test_f4_f8_f10_no_trick_solves_a_problem(tmp_path: Path, trick: str) -> None:
     scored = await attempt(made(tmp_path, seconds=1.0), block(TRICKS[trick]))
     assert scored.reward == 0.0 and scored.solved is False
 
 
-async def test_a_solution_that_only_crashes_on_one_test_keeps_the_others(tmp_path: Path) -> None:
+async def test_f4_a_solution_that_only_crashes_on_one_test_keeps_the_others(tmp_path: Path) -> None:
     code = "import os\ndef add(a, b):\n    if a == 'a': os._exit(0)\n    return a + b"
     scored = await attempt(made(tmp_path, reward="share"), block(code))
     assert scored.reward == 0.75 and scored.metrics["solution_broke"] == 1.0
@@ -217,7 +217,7 @@ def test_values_make_the_round_trip_exactly() -> None:
         encode(object())
 
 
-async def test_the_agent_tries_things_in_a_sandbox_of_its_own(tmp_path: Path) -> None:
+async def test_f7_the_agent_tries_things_in_a_sandbox_of_its_own(tmp_path: Path) -> None:
     environment = made(tmp_path, tools=True)
     session = await environment.start(environment.tasks("train")[0], 1)
     try:
@@ -239,7 +239,7 @@ async def test_the_agent_tries_things_in_a_sandbox_of_its_own(tmp_path: Path) ->
         await session.close()
 
 
-async def test_only_the_declared_file_is_carried_over_and_tampering_is_noted(tmp_path: Path) -> None:
+async def test_f1_f2_only_the_declared_file_is_carried_over_and_tampering_is_noted(tmp_path: Path) -> None:
     environment = made(tmp_path, tools=True)
     task = environment.tasks("train")[0]
     session = await environment.start(task, 1)
@@ -258,6 +258,53 @@ async def test_only_the_declared_file_is_carried_over_and_tampering_is_noted(tmp
         await session.close()
 
 
+SABOTAGE = """
+import os, pathlib, site, subprocess, sys
+def leave(path, text):
+    try:
+        pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
+        pathlib.Path(path).write_text(text)
+        os.chmod(path, 0o755)
+    except OSError:
+        pass
+yes = "import json, sys; print(json.dumps({'outcomes': [None] * 4})); sys.exit(0)"
+for folder in (site.getusersitepackages(), *site.getsitepackages(), "/tmp", "/tmp/work", "/root"):
+    for name in ("sitecustomize.py", "usercustomize.py", "json.py", "select.py"):
+        leave(f"{folder}/{name}", yes)
+    leave(f"{folder}/evil.pth", "import sys; sys.exit(0)")
+for folder in ("/usr/bin", "/usr/local/bin", "/bin", "/root/bin", "/tmp"):
+    for name in ("python3", "pytest", "git", "sh"):
+        leave(f"{folder}/{name}", "#!/bin/true")
+for file in ("/root/.profile", "/root/.bashrc", "/etc/profile", "/etc/environment"):
+    leave(file, "export PATH=/root/bin:$PATH PYTHONPATH=/tmp PYTHONSTARTUP=/tmp/json.py LD_PRELOAD=/tmp/evil.so")
+leave("/etc/ld.so.preload", "/tmp/evil.so")
+leave("/tmp/solution.py", "def add(a, b): return a + b")
+daemon = "import time, glob\\nwhile True:\\n for p in glob.glob('/tmp/*.py'): open(p, 'w').write('def add(a, b): return a + b')\\n time.sleep(.01)"
+subprocess.Popen([sys.executable, "-I", "-S", "-c", daemon], start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+"""
+
+
+@pytest.mark.parametrize(("written", "solved"), [(PROBLEM["solution"], True), ("def add(a, b): return 0", False)])
+async def test_f2_f3_f6_nothing_that_an_agent_does_to_its_own_place_reaches_the_grading(
+    tmp_path: Path, written: str, solved: bool
+) -> None:
+    """Start-up files, programs, preloads and a daemon: a good solution still passes and a bad one still fails."""
+    environment = made(tmp_path, tools=True)
+    task = environment.tasks("train")[0]
+    session = await environment.start(task, 1)
+    try:
+        await session.call("python", {"code": f"open('solution.py', 'w').write({written!r})\n{SABOTAGE}"})
+        assert session.sandbox is not None
+        left = [info.path for info in await session.sandbox.list("/tmp")]
+        assert {"sitecustomize.py", "evil.pth", "python3"} <= set(left), "the sabotage itself has to work"
+        scored = await session.score(
+            Rollout("r", task.id, "code", 0, 1, transcript=[{"role": "assistant", "content": "done"}])
+        )
+        assert scored.solved is solved
+    finally:
+        await session.close()
+
+
 async def test_an_outside_program_leaves_its_file(tmp_path: Path) -> None:
     environment = made(tmp_path)
     task = environment.tasks("train")[0]
@@ -267,7 +314,7 @@ async def test_an_outside_program_leaves_its_file(tmp_path: Path) -> None:
     await session.close()
 
 
-async def test_a_grader_that_can_not_run_is_a_failure_not_a_score(
+async def test_f10_a_grader_that_can_not_run_is_a_failure_not_a_score(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     environment = made(tmp_path)
@@ -277,7 +324,7 @@ async def test_a_grader_that_can_not_run_is_a_failure_not_a_score(
     assert failed.value.kind is FailureKind.SCORER
 
 
-async def test_a_sandbox_that_can_not_be_made_is_a_failure_not_a_score(
+async def test_f10_a_sandbox_that_can_not_be_made_is_a_failure_not_a_score(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def fails(*arguments: object, **keywords: object) -> None:

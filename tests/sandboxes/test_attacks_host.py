@@ -71,13 +71,13 @@ def _call(name: str) -> str:
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="the numbers are those of x86-64")
-async def test_system_calls_that_reach_beyond_are_refused(box: LocalSandbox) -> None:
+async def test_c11_c17_system_calls_that_reach_beyond_are_refused(box: LocalSandbox) -> None:
     answers = {name: (await box.exec(["python3", "-I", "-S", "-c", _call(name)])).text.strip() for name in _CALLS}
     assert {name: answer for name, answer in answers.items() if answer not in DENIED} == {}
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="the calling conventions are those of x86-64")
-async def test_other_calling_conventions_are_no_way_around(box: LocalSandbox) -> None:
+async def test_h10_other_calling_conventions_are_no_way_around(box: LocalSandbox) -> None:
     """The x32 numbers have bit 30 set; 32-bit calls come by int 0x80 with numbers of their own (39 is mkdir)."""
     x32 = "import ctypes,errno\nl=ctypes.CDLL(None,use_errno=True)\nprint(l.syscall(0x40000000+165,0,0,0,0,0), errno.errorcode[ctypes.get_errno()])"
     assert (await box.exec(["python3", "-c", x32])).text.split() == ["-1", "ENOSYS"]
@@ -96,7 +96,7 @@ async def test_debugging_setups_still_work(box: LocalSandbox) -> None:
     assert (await box.exec(["python3", "-c", script])).text == "True True\n"
 
 
-async def test_threads_subprocesses_and_pools_work_without_clone3(box: LocalSandbox) -> None:
+async def test_c10_threads_subprocesses_and_pools_work_without_clone3(box: LocalSandbox) -> None:
     script = (
         "import threading,subprocess,multiprocessing as m\n"
         "t=threading.Thread(target=lambda:print('thread',flush=True));t.start();t.join()\n"
@@ -110,26 +110,26 @@ async def test_threads_subprocesses_and_pools_work_without_clone3(box: LocalSand
     "command",
     ["unshare -Ur true", "unshare -n true", "unshare -m true", "nsenter -t 1 -m true", "mount -t tmpfs x /mnt", "umount /proc", "chroot / true", "mount -o remount,rw /usr", "umount -l /usr", "mount --bind / /mnt", "hostname other"],
 )  # fmt: skip
-async def test_namespaces_and_mounts_can_not_be_changed(box: LocalSandbox, command: str) -> None:
+async def test_c10_namespaces_and_mounts_can_not_be_changed(box: LocalSandbox, command: str) -> None:
     result = await box.exec(command)
     assert not result.ok and b"not found" not in result.stderr
 
 
-async def test_only_what_is_given_is_in_the_environment(box: LocalSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_c1_only_what_is_given_is_in_the_environment(box: LocalSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOST_SECRET", "s3cret")
     result = await box.exec("env", env={"GIVEN": "1"})
     names = {line.split("=")[0] for line in result.text.splitlines()}
     assert names == {"PATH", "HOME", "LANG", "GIVEN", "PWD"}
 
 
-async def test_only_its_own_descriptors_are_open(box: LocalSandbox) -> None:
+async def test_c2_only_its_own_descriptors_are_open(box: LocalSandbox) -> None:
     assert (
         await box.exec(["python3", "-c", "import os; print(sorted(os.listdir('/proc/self/fd')))"])
     ).text == "['0', '1', '2', '3']\n"
     assert b"socket" not in (await box.exec("ls -l /proc/self/fd")).stdout
 
 
-async def test_the_agent_can_not_be_looked_into(box: LocalSandbox) -> None:
+async def test_c3_c4_the_agent_can_not_be_looked_into(box: LocalSandbox) -> None:
     for name in ("environ", "maps", "mem", "auxv", "io", "stack", "syscall"):
         result = await box.exec(["/bin/cat", f"/proc/1/{name}"])
         assert result.stdout == b"" and not result.ok, name
@@ -139,7 +139,7 @@ async def test_the_agent_can_not_be_looked_into(box: LocalSandbox) -> None:
     assert (await box.exec(["/bin/cat", "/proc/1/cmdline"])).stdout == b"sandbox\0"
 
 
-async def test_the_agent_can_not_be_traced_or_read(box: LocalSandbox) -> None:
+async def test_c3_the_agent_can_not_be_traced_or_read(box: LocalSandbox) -> None:
     script = (
         "import ctypes,errno\nl=ctypes.CDLL(None,use_errno=True)\n"
         "print(l.ptrace(16,1,0,0), errno.errorcode[ctypes.get_errno()])\n"
@@ -150,7 +150,7 @@ async def test_the_agent_can_not_be_traced_or_read(box: LocalSandbox) -> None:
     assert (await box.exec(["python3", "-c", script])).text.splitlines() == ["-1 EPERM", "-1 EPERM"]
 
 
-async def test_the_helper_can_not_be_overwritten_through_proc(box: LocalSandbox) -> None:
+async def test_c18_the_helper_can_not_be_overwritten_through_proc(box: LocalSandbox) -> None:
     """The way out of CVE-2019-5736: open /proc/PID/exe of the runtime and write."""
     before = hashlib.sha256(HELPER.read_bytes()).digest()
     await box.put("/tmp/x", b"#!/proc/self/exe\n", mode=0o755)
@@ -161,7 +161,7 @@ async def test_the_helper_can_not_be_overwritten_through_proc(box: LocalSandbox)
     assert hashlib.sha256(HELPER.read_bytes()).digest() == before
 
 
-async def test_a_file_operation_can_not_be_looked_into_either(box: LocalSandbox) -> None:
+async def test_h11_a_file_operation_can_not_be_looked_into_either(box: LocalSandbox) -> None:
     """It runs the agent's own code for a moment: a process of the sandbox that never executed anything."""
     await box.exec("mkdir -p /tmp/d && head -c 30M /dev/zero > /tmp/d/f")
     watch = "import os,time\nend=time.time()+2\nwhile time.time()<end:\n for p in os.listdir('/proc'):\n  if p.isdigit() and p not in ('1',str(os.getpid())):\n   try: os.readlink(f'/proc/{p}/exe'); print('exe')\n   except OSError: pass"
@@ -172,7 +172,7 @@ async def test_a_file_operation_can_not_be_looked_into_either(box: LocalSandbox)
     assert seen == []
 
 
-async def test_files_of_the_host_are_absent(box: LocalSandbox) -> None:
+async def test_c5_files_of_the_host_are_absent(box: LocalSandbox) -> None:
     with tempfile.NamedTemporaryFile(prefix="strop-marker-") as marker:
         name = Path(marker.name).name
         result = await box.exec(
@@ -182,7 +182,7 @@ async def test_files_of_the_host_are_absent(box: LocalSandbox) -> None:
         assert (await box.exec("ls /home /mnt /opt /root")).text.split() == ["/home:", "/mnt:", "/opt:", "/root:"]
 
 
-async def test_kernel_files_are_denied_or_empty(box: LocalSandbox) -> None:
+async def test_c7_kernel_files_are_denied_or_empty(box: LocalSandbox) -> None:
     for path in (
         "/proc/kcore",
         "/proc/kmsg",
@@ -205,7 +205,7 @@ async def test_kernel_files_are_denied_or_empty(box: LocalSandbox) -> None:
     assert not (await box.exec("echo x > /proc/cmdline")).ok
 
 
-async def test_devices_are_the_harmless_ones(box: LocalSandbox) -> None:
+async def test_c8_devices_are_the_harmless_ones(box: LocalSandbox) -> None:
     listed = (await box.exec("ls /dev")).text.split()
     assert listed == sorted(
         ["fd", "full", "null", "ptmx", "pts", "random", "shm", "stderr", "stdin", "stdout", "tty", "urandom", "zero"]
@@ -217,7 +217,7 @@ async def test_devices_are_the_harmless_ones(box: LocalSandbox) -> None:
     ).text.split() == ["8", "3"]
 
 
-async def test_devices_can_not_be_tampered_with(box: LocalSandbox) -> None:
+async def test_c9_devices_can_not_be_tampered_with(box: LocalSandbox) -> None:
     for command in (
         "touch /dev/x",
         "chmod 777 /dev/null",
@@ -228,13 +228,13 @@ async def test_devices_can_not_be_tampered_with(box: LocalSandbox) -> None:
         assert not (await box.exec(command)).ok, command
 
 
-async def test_set_user_id_programs_give_nothing(box: LocalSandbox) -> None:
+async def test_c13_set_user_id_programs_give_nothing(box: LocalSandbox) -> None:
     line = "cp /usr/bin/id /tmp/id && chmod u+s /tmp/id && useradd bob && su bob -c '/tmp/id -u; /usr/bin/su -c id </dev/null'"
     result = await box.exec(line)
     assert result.text.split()[0] == "1000" and b"uid=0" not in result.stdout
 
 
-async def test_many_users_work(box: LocalSandbox) -> None:
+async def test_c14_many_users_work(box: LocalSandbox) -> None:
     result = await box.exec(
         "useradd -m bob && su bob -c id && touch /tmp/f && chown 1000:1000 /tmp/f && stat -c %U /tmp/f && chown 65535 /tmp/f"
     )
@@ -243,11 +243,11 @@ async def test_many_users_work(box: LocalSandbox) -> None:
     assert not (await box.exec("chown 65536 /tmp/f")).ok
 
 
-async def test_its_root_is_nobody_outside(box: LocalSandbox) -> None:
+async def test_h12_its_root_is_nobody_outside(box: LocalSandbox) -> None:
     assert (await box.exec("cat /proc/self/uid_map")).text.split() == ["0", str(0x70000000), "65536"]
 
 
-async def test_a_user_loses_every_capability_and_root_keeps_few(box: LocalSandbox) -> None:
+async def test_h13_a_user_loses_every_capability_and_root_keeps_few(box: LocalSandbox) -> None:
     root = int((await box.exec("grep CapEff /proc/self/status")).text.split()[1], 16)
     assert (
         not root >> 21 & 1 and not root >> 12 & 1 and not root >> 13 & 1 and not root >> 19 & 1
@@ -258,10 +258,11 @@ async def test_a_user_loses_every_capability_and_root_keeps_few(box: LocalSandbo
     assert (fields["NoNewPrivs"], fields["Seccomp"], fields["Groups"].strip()) == ("1", "2", "")
 
 
-async def test_the_image_is_not_changed_and_a_neighbour_sees_nothing(box: LocalSandbox, pool: LocalPool) -> None:
+async def test_c15_the_image_is_not_changed_and_a_neighbour_sees_nothing(box: LocalSandbox, pool: LocalPool) -> None:
     def state() -> list[str]:
-        skeleton = pool.image.layers[0]
-        return sorted(f"{path} {path.lstat().st_mtime_ns} {path.lstat().st_size}" for path in skeleton.rglob("*"))
+        skeleton, python = pool.image.layers[0], Path("/usr/bin/python3")
+        shown = [f"{path} {path.lstat().st_mtime_ns} {path.lstat().st_size}" for path in skeleton.rglob("*")]
+        return [*sorted(shown), hashlib.sha256(python.read_bytes()).hexdigest()] if python.exists() else sorted(shown)
 
     neighbour, before = await pool.create(), state()
     await box.exec(
@@ -273,7 +274,7 @@ async def test_the_image_is_not_changed_and_a_neighbour_sees_nothing(box: LocalS
     await neighbour.destroy()
 
 
-async def test_nothing_of_the_last_tenant_is_left(pool: LocalPool) -> None:
+async def test_c16_nothing_of_the_last_tenant_is_left(pool: LocalPool) -> None:
     leave = (
         "import socket,subprocess,os,ctypes,time\nopen('/tmp/secret','w').write('x'); open('/dev/shm/secret','w').write('x')\n"
         "l=ctypes.CDLL(None); print(l.shmget(4242,4096,0o1666)>=0)\n"
@@ -311,14 +312,14 @@ async def test_nothing_of_the_last_tenant_is_left(pool: LocalPool) -> None:
         await box.destroy()
 
 
-async def test_shared_memory_is_not_shared_with_a_neighbour(box: LocalSandbox, pool: LocalPool) -> None:
+async def test_c20_shared_memory_is_not_shared_with_a_neighbour(box: LocalSandbox, pool: LocalPool) -> None:
     neighbour = await pool.create()
     await box.exec("echo x > /dev/shm/x; echo x > /tmp/x")
     assert not (await neighbour.exec("cat /dev/shm/x /tmp/x")).ok
     await neighbour.destroy()
 
 
-async def test_terminal_input_can_not_be_forged(box: LocalSandbox) -> None:
+async def test_c11_terminal_input_can_not_be_forged(box: LocalSandbox) -> None:
     script = "import fcntl,termios,os,pty\nm,s=pty.openpty()\nos.setsid()\nfcntl.ioctl(s,termios.TIOCSCTTY,0)\ntry: fcntl.ioctl(s,termios.TIOCSTI,b'x'); print('forged')\nexcept OSError as e: print(e.errno)"
     assert (
         await box.exec(
@@ -327,7 +328,7 @@ async def test_terminal_input_can_not_be_forged(box: LocalSandbox) -> None:
     ).text == "1\n"
 
 
-async def test_proc_of_the_host_is_not_visible(box: LocalSandbox) -> None:
+async def test_h14_proc_of_the_host_is_not_visible(box: LocalSandbox) -> None:
     assert len((await box.exec("ls -d /proc/[0-9]*")).text.split()) <= 4
     mounts = (await box.exec("cat /proc/self/mountinfo")).text
     assert str(Path.home()) not in mounts and "/tmp/" not in mounts and "cgroup" not in mounts

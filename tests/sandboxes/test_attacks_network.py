@@ -26,14 +26,14 @@ def connect(address: str, family: str = "AF_INET") -> list[str]:
     ]
 
 
-async def test_the_hosts_loopback_is_not_reached(box: LocalSandbox) -> None:
+async def test_d1_the_hosts_loopback_is_not_reached(box: LocalSandbox) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         assert (await box.exec(connect(f"('127.0.0.1',{port})"))).text == "ConnectionRefusedError\n"
 
 
 @pytest.mark.parametrize("address", ["('169.254.169.254',80)", "('10.0.0.1',80)", "('192.0.2.1',443)"])
-async def test_no_route_leads_out(box: LocalSandbox, address: str) -> None:
+async def test_d2_no_route_leads_out(box: LocalSandbox, address: str) -> None:
     assert (await box.exec(connect(address))).text == "OSError\n"
     assert (
         await box.exec(
@@ -49,7 +49,7 @@ async def test_no_route_leads_out(box: LocalSandbox, address: str) -> None:
     ]
 
 
-async def test_unix_sockets_of_the_host_are_not_reached(box: LocalSandbox) -> None:
+async def test_d3_d4_unix_sockets_of_the_host_are_not_reached(box: LocalSandbox) -> None:
     with (
         socket.socket(socket.AF_UNIX) as abstract,
         socket.socket(socket.AF_UNIX) as named,
@@ -94,17 +94,19 @@ async def test_unix_sockets_of_the_host_are_not_reached(box: LocalSandbox) -> No
         "netlink xfrm",
     ],
 )
-async def test_other_socket_families_are_refused(box: LocalSandbox, family: int, kind: int, protocol: int) -> None:
+async def test_d5_d6_other_socket_families_are_refused(
+    box: LocalSandbox, family: int, kind: int, protocol: int
+) -> None:
     script = f"import socket,errno\ntry: socket.socket({family},{kind},{protocol}); print('made')\nexcept OSError as e: print(errno.errorcode[e.errno])"
     assert (await box.exec(["python3", "-c", script])).text == "EAFNOSUPPORT\n"
 
 
-async def test_raw_sockets_are_refused(box: LocalSandbox) -> None:
+async def test_h15_raw_sockets_are_refused(box: LocalSandbox) -> None:
     script = "import socket\ntry: socket.socket(socket.AF_INET,socket.SOCK_RAW,1); print('made')\nexcept PermissionError: print('refused')"
     assert (await box.exec(["python3", "-c", script])).text == "refused\n"
 
 
-async def test_its_own_loopback_works(box: LocalSandbox) -> None:
+async def test_d7_its_own_loopback_works(box: LocalSandbox) -> None:
     script = (
         "import socket,threading\nfor host,family in (('127.0.0.1',socket.AF_INET),('::1',socket.AF_INET6)):\n"
         " for port in (80,8000):\n  s=socket.create_server((host,port),family=family)\n"
@@ -114,13 +116,13 @@ async def test_its_own_loopback_works(box: LocalSandbox) -> None:
     assert (await box.exec(["python3", "-c", script])).text.split() == ["hi"] * 4
 
 
-async def test_interfaces_and_routes_can_not_be_made(box: LocalSandbox) -> None:
+async def test_h16_interfaces_and_routes_can_not_be_made(box: LocalSandbox) -> None:
     """Even where its namespace is its own, the capability to administer it is gone."""
     script = "import socket,fcntl,struct\ns=socket.socket(socket.AF_INET,socket.SOCK_DGRAM)\ntry: fcntl.ioctl(s,0x8914,struct.pack('16sh14x',b'lo',0)); print('down')\nexcept PermissionError: print('refused')"
     assert (await box.exec(["python3", "-c", script])).text == "refused\n"
 
 
-async def test_two_sandboxes_do_not_hear_each_other(box: LocalSandbox, pool: LocalPool) -> None:
+async def test_h17_two_sandboxes_do_not_hear_each_other(box: LocalSandbox, pool: LocalPool) -> None:
     neighbour = await pool.create()
     server = await box.start(
         [

@@ -75,7 +75,7 @@ def start_host() -> tuple[subprocess.Popen[str], int]:
     return host, int(host.stdout.readline())
 
 
-def test_a_killed_host_leaves_nothing() -> None:
+def test_g1_a_killed_host_leaves_nothing() -> None:
     host, zygote = start_host()
     descendants = psutil.Process(zygote).children(recursive=True)
     assert len(descendants) >= 60
@@ -86,7 +86,7 @@ def test_a_killed_host_leaves_nothing() -> None:
     assert wait_until(lambda: not owned_by(host.pid))
 
 
-def test_what_a_killed_host_and_zygote_leave_is_removed_by_the_next() -> None:
+def test_g1_what_a_killed_host_and_zygote_leave_is_removed_by_the_next() -> None:
     host, zygote = start_host()
     descendants = psutil.Process(zygote).children(recursive=True)
     os.kill(host.pid, signal.SIGSTOP)  # so that it can't clean up after its zygote
@@ -116,7 +116,7 @@ def test_the_janitor_spares_the_living_and_what_is_not_its_own() -> None:
         foreign.rmdir()
 
 
-async def test_a_killed_zygote_takes_its_sandboxes_along_and_is_replaced(pool: LocalPool) -> None:
+async def test_g2_a_killed_zygote_takes_its_sandboxes_along_and_is_replaced(pool: LocalPool) -> None:
     box = await pool.create()
     snapshot = await box.snapshot()
     running = asyncio.create_task(box.exec("sleep 100", timeout=50))
@@ -184,7 +184,7 @@ def reply(kind: int, id: int, status: int = 0, error: int = 0) -> bytes:
         "ones",
     ],
 )
-async def test_an_agent_that_lies_is_a_dead_sandbox(
+async def test_g4_an_agent_that_lies_is_a_dead_sandbox(
     pool: LocalPool, monkeypatch: pytest.MonkeyPatch, lie: bytes
 ) -> None:
     monkeypatch.setattr("strop.sandboxes.local.DEATH_SECONDS", 0.1)
@@ -199,7 +199,7 @@ async def test_an_agent_that_lies_is_a_dead_sandbox(
     agent.close()
 
 
-async def test_an_agent_that_hands_over_descriptors_hands_over_nothing(pool: LocalPool) -> None:
+async def test_g4_an_agent_that_hands_over_descriptors_hands_over_nothing(pool: LocalPool) -> None:
     box, agent = impostor(pool)
     agent.send(reply(1, wire.VERSION))
     await box.wait_ready()
@@ -216,7 +216,7 @@ async def test_an_agent_that_hands_over_descriptors_hands_over_nothing(pool: Loc
     agent.close()
 
 
-async def test_an_agent_that_says_nothing_meets_a_deadline(pool: LocalPool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_g4_an_agent_that_says_nothing_meets_a_deadline(pool: LocalPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("strop.sandboxes.local.KILL_GRACE", 0.2)
     box, agent = impostor(pool)
     agent.send(reply(1, wire.VERSION))
@@ -235,7 +235,7 @@ async def test_an_agent_that_never_begins_meets_a_deadline(pool: LocalPool, monk
     agent.close()
 
 
-async def test_an_agent_that_floods_is_cut_off_at_its_first_lie(pool: LocalPool) -> None:
+async def test_g4_an_agent_that_floods_is_cut_off_at_its_first_lie(pool: LocalPool) -> None:
     box, agent = impostor(pool)
     agent.setblocking(False)
     memory = psutil.Process().memory_info().rss
@@ -265,7 +265,7 @@ async def raw_agent(pool: LocalPool) -> tuple[LocalSandbox, socket.socket]:
 
 
 @pytest.mark.parametrize("seed", range(12))
-async def test_junk_for_the_agent_ends_at_most_its_own_sandbox(pool: LocalPool, seed: int) -> None:
+async def test_h40_junk_for_the_agent_ends_at_most_its_own_sandbox(pool: LocalPool, seed: int) -> None:
     """The other side of the protocol: whatever a broken host sends, the agent answers, ignores or ends."""
     rng, bystander = random.Random(seed), await pool.create()
     box, link = await raw_agent(pool)
@@ -323,7 +323,7 @@ class _Forgiving(dict):
 
 
 @pytest.mark.parametrize("seed", range(6))
-async def test_junk_for_the_zygote_does_not_end_it(pool: LocalPool, seed: int) -> None:
+async def test_h42_junk_for_the_zygote_does_not_end_it(pool: LocalPool, seed: int) -> None:
     rng, bystander = random.Random(seed), await pool.create()
     link = pool._zygote._socket
     for _ in range(60):
@@ -346,7 +346,7 @@ async def test_junk_for_the_zygote_does_not_end_it(pool: LocalPool, seed: int) -
     assert (await other.exec("echo there", timeout=20)).stdout == b"there\n"
 
 
-async def test_too_many_wait_for_a_place_and_say_so_in_the_end(host_image: Image) -> None:
+async def test_g5_too_many_wait_for_a_place_and_say_so_in_the_end(host_image: Image) -> None:
     async with LocalPool(host_image, max_live=2, max_wait=0.2) as pool:
         first, second = await pool.create(), await pool.create()
         with pytest.raises(ResourceExhausted, match="2 sandboxes live"):
@@ -358,7 +358,7 @@ async def test_too_many_wait_for_a_place_and_say_so_in_the_end(host_image: Image
         assert (await second.exec("true")).ok
 
 
-async def test_no_more_descriptors_is_a_clear_error_and_leaks_nothing(pool: LocalPool) -> None:
+async def test_g5_no_more_descriptors_is_a_clear_error_and_leaks_nothing(pool: LocalPool) -> None:
     box = await pool.create()
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(
@@ -381,7 +381,7 @@ async def test_no_more_descriptors_is_a_clear_error_and_leaks_nothing(pool: Loca
     assert (await box.exec("echo ok")).stdout == b"ok\n"
 
 
-async def test_a_zygote_that_has_no_more_of_something_says_so(pool: LocalPool) -> None:
+async def test_g5_a_zygote_that_has_no_more_of_something_says_so(pool: LocalPool) -> None:
     zygote = psutil.Process(pool._zygote.pid)
     limits = zygote.rlimit(psutil.RLIMIT_NOFILE)
     zygote.rlimit(psutil.RLIMIT_NOFILE, (8, limits[1]))
@@ -391,7 +391,7 @@ async def test_a_zygote_that_has_no_more_of_something_says_so(pool: LocalPool) -
     assert (await (await pool.create()).exec("true")).ok
 
 
-async def test_hundreds_at_once(host_image: Image) -> None:
+async def test_g5_hundreds_at_once(host_image: Image) -> None:
     async with LocalPool(host_image, limits=Limits(cpus=0)) as pool:
         boxes = await asyncio.gather(*(pool.create() for _ in range(300)))
         results = await asyncio.gather(*(box.exec(f"echo {number}", timeout=60) for number, box in enumerate(boxes)))
@@ -400,7 +400,7 @@ async def test_hundreds_at_once(host_image: Image) -> None:
         assert processes_in_groups() == []
 
 
-async def test_without_control_groups_it_refuses_unless_weakness_is_asked_for(
+async def test_g8_without_control_groups_it_refuses_unless_weakness_is_asked_for(
     host_image: Image, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("strop.sandboxes.pool.find_roots", lambda: CgroupRoots({}, ("memory", "pids", "cpu")))

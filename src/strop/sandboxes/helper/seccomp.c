@@ -31,7 +31,10 @@ enum { NR_open_tree = 428, NR_move_mount, NR_fsopen, NR_fsconfig, NR_fsmount, NR
        NR_pidfd_getfd = 438, NR_mount_setattr = 442, NR_quotactl_fd = 443, NR_memfd_secret = 447,
        NR_statmount = 457, NR_listmount = 458, NR_last_known = 462 };
 
-enum rule_kind { DENY, CHECK_SOCKET, CHECK_SOCKETPAIR, CHECK_CLONE, CHECK_IOCTL, CHECK_PERSONALITY };
+/* Commands of fcntl that make whoever opens a file of the image wait: an ordinary user may not, but the image's root may. */
+enum { SET_LEASE = 1024, SET_DELEGATION = 1040 };
+
+enum rule_kind { DENY, CHECK_SOCKET, CHECK_SOCKETPAIR, CHECK_CLONE, CHECK_IOCTL, CHECK_PERSONALITY, CHECK_PRCTL, CHECK_FCNTL };
 struct rule {
     uint32_t number;
     enum rule_kind kind;
@@ -64,7 +67,8 @@ static struct rule rules[] = {
 #endif
     /* allowed for some arguments */
     {SYS_socket, CHECK_SOCKET, EAFNOSUPPORT}, {SYS_socketpair, CHECK_SOCKETPAIR, EAFNOSUPPORT},
-    {SYS_ioctl, CHECK_IOCTL, EPERM}, {SYS_personality, CHECK_PERSONALITY, EPERM},
+    {SYS_ioctl, CHECK_IOCTL, EPERM}, {SYS_personality, CHECK_PERSONALITY, EPERM}, {SYS_prctl, CHECK_PRCTL, EPERM},
+    {SYS_fcntl, CHECK_FCNTL, EPERM},
 };
 
 static struct sock_filter program[1024];
@@ -129,6 +133,20 @@ static void emit_verdict(const struct rule *rule) {
         allow_if_equal(0x0040000);  /* ADDR_NO_RANDOMIZE: debuggers */
         allow_if_equal(0xffffffff); /* query */
         break;
+    case CHECK_PRCTL: /* a command that were no subreaper any more could leave its tree: see processes.c */
+        load_argument(0);
+        emit(BPF_JMP | BPF_JEQ | BPF_K, PR_SET_CHILD_SUBREAPER, 1, 0);
+        allow();
+        load_argument(1);
+        deny_if_equal(0, EPERM);
+        allow();
+        return;
+    case CHECK_FCNTL:
+        load_argument(1);
+        deny_if_equal(SET_LEASE, EPERM);
+        deny_if_equal(SET_DELEGATION, EPERM);
+        allow();
+        return;
     }
     deny(rule->error);
 }

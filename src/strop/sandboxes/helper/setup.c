@@ -78,7 +78,7 @@ static int mount_system(uint32_t ids, const char **stage) {
         return -1;
     *stage = "mount /dev/pts";
     if (mount("devpts", "/n/dev/pts", "devpts", MS_NOSUID | MS_NOEXEC,
-              ids > TTY_GROUP ? "newinstance,ptmxmode=0666,mode=0620,gid=5" : "newinstance,ptmxmode=0666,mode=0620") < 0)
+              ids > TTY_GROUP ? "newinstance,max=64,ptmxmode=0666,mode=0620,gid=5" : "newinstance,max=64,ptmxmode=0666,mode=0620") < 0)
         return -1;
     *stage = "mount /proc (is the outer /proc masked?)";
     if (mount("proc", "/n/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, NULL) < 0)
@@ -91,6 +91,13 @@ static int enter_root(void) {
     if (chdir("/n") < 0 || syscall(SYS_pivot_root, ".", ".") < 0 || umount2(".", MNT_DETACH) < 0)
         return -1;
     return chdir("/");
+}
+
+/* Of what the kernel counts for a user of the host, and so for all sandboxes together, one may take a part only. */
+static int limit_shared_counts(void) {
+    if (write_text(AT_FDCWD, "/proc/sys/user/max_inotify_instances", "32") < 0 && errno != ENOENT)
+        return -1;
+    return 0;
 }
 
 int bring_loopback_up(void) {
@@ -165,6 +172,9 @@ int set_up_sandbox(const struct birth *birth, const char **stage) {
         return -1;
     *stage = "host name";
     if (sethostname("sandbox", 7) < 0)
+        return -1;
+    *stage = "limits of what is shared";
+    if (limit_shared_counts() < 0)
         return -1;
     *stage = "resource limits";
     if (limit_resources(birth) < 0)
