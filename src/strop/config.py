@@ -37,12 +37,27 @@ class LoraSettings(Settings):
     targets: list[str] | Literal["all-linear"] = "all-linear"
 
 
+class ExpertSettings(Settings):
+    """How a mixture-of-experts model is trained; refused for any other model."""
+
+    router: Literal["trained", "frozen"] = "trained"
+    balance: Annotated[float, Field(ge=0)] = 0.0  # weight of the sequence-wise balance loss (arXiv:2412.19437, eq. 17)
+    replay: bool = True  # the learner uses the experts that the sampler's routers chose
+
+    @model_validator(mode="after")
+    def _frozen_has_no_loss(self) -> Self:
+        if self.router == "frozen" and self.balance:
+            raise ValueError('balance trains the router; leave it at 0, or set router = "trained"')
+        return self
+
+
 class ModelSettings(Settings):
     """Which model is trained."""
 
     name: str = "smollm2"  # a start model's name, a local folder, or a hub name
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of compute; auto: bfloat16 where the CPU or GPU has it
     lora: LoraSettings | None = None
+    experts: ExpertSettings | None = None  # None: the defaults, where the model has experts
 
 
 class SamplerSettings(Settings):
@@ -63,14 +78,43 @@ class LearnerSettings(Settings):
     betas: Annotated[tuple[float, float], Field(strict=False)] = (0.9, 0.999)
     epsilon: Annotated[float, Field(gt=0)] = 1e-8
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    activation_checkpointing: bool = False  # keep only layers' inputs for the backward pass: slower, far less memory
+    moments: Literal["float32", "8bit"] = "float32"  # how AdamW keeps its moments; 8bit needs strop[low-memory]
 
 
 class AgentSettings(Settings):
     """How the model acts on a task."""
 
-    kind: Literal["single_reply", "tool_loop"] = "single_reply"
+    kind: Literal["single_reply", "tool_loop", "program", "own_harness"] = "single_reply"
     max_tokens: Positive = 128  # sampled tokens of one reply
     max_turns: Positive = 8  # replies of one attempt (tool_loop)
+    command: str = ""  # a line for /bin/sh that starts an outside agent; {prompt}: the task's last message (program)
+    where: Literal["sandbox", "host"] = "sandbox"  # host: on this machine, unprotected (program)
+    seconds: Seconds = 240.0  # then the program is stopped and scored as it is (program)
+    variables: dict[str, str] = {}  # of the program's environment (program)
+    files: list[str] = []  # in its working directory, that go to the scorer (program)
+    token_budget: Positive | None = None  # most sampled tokens of one attempt (program, own_harness)
+    dropped_reasoning: Literal["fork", "keep"] = "fork"  # what a reply that comes back without it means
+    allow_constrained_sampling: bool = (
+        False  # a schema that the agent asks for changes the distribution: the ratio of an unchanged policy isn't 1
+    )
+
+    @model_validator(mode="after")
+    def _settings_belong_to_the_kind(self) -> Self:
+        outside = {"token_budget", "dropped_reasoning", "allow_constrained_sampling"}
+        own = {
+            "single_reply": set[str](),
+            "tool_loop": {"max_turns"},
+            "program": {"command", "where", "seconds", "variables", "files", *outside},
+            "own_harness": outside,
+        }
+        for name, field in type(self).model_fields.items():
+            kinds = [kind for kind, names in own.items() if name in names]
+            if kinds and self.kind not in kinds and getattr(self, name) != field.get_default():
+                raise ValueError(f"{name} is a setting of {' and '.join(kinds)}, but kind is {self.kind!r}")
+        if self.kind == "program" and not self.command.strip():
+            raise ValueError('kind = "program" needs a command, the line that starts the agent')
+        return self
 
 
 class CriterionSettings(Settings):
@@ -109,6 +153,18 @@ class JudgeSettings(Settings):
         if self.budget_usd is not None and not (self.usd_per_million_prompt or self.usd_per_million_completion):
             raise ValueError("budget_usd needs a price: give usd_per_million_prompt and usd_per_million_completion")
         return self
+
+
+class SandboxSettings(Settings):
+    """Where model-written code runs; an option of environments that run any. See docs/how-to-sandboxes-elsewhere.md."""
+
+    #: This machine: auto, namespaces, rootless, bubblewrap. Elsewhere: http, docker, podman, kubernetes, e2b, daytona,
+    #: modal, prime.
+    kind: str = "auto"
+    least: Literal["namespaces", "rootless", "bubblewrap"] = "rootless"  # the weakest tier that auto may take
+    allow_weak: bool = False  # sandboxes although control groups are missing: limits of single processes alone
+    limits: dict[str, int | float] = {}  # fields of strop.sandboxes.Limits
+    options: dict[str, Any] = {}  # of the kind
 
 
 class EnvironmentSettings(Settings):
@@ -306,7 +362,7 @@ class StageSettings(Settings):
 
 
 class DataSettings(Settings):
-    """Examples from files. What a row may look like is said in docs/how-to-fine-tune-on-your-data.md."""
+    """Examples from files. What a row may look like is said in docs/how-to-fine-tune.md."""
 
     path: str  # a JSONL, JSON or Parquet file, a folder of them, or a folder that the `datasets` library saved
     split: str = ""  # of a folder that has several; "": train, or the only one
@@ -517,6 +573,8 @@ class Recipe(Settings):
                         f"environment.agent.max_tokens = {environment.agent.max_tokens} leaves no room for a prompt in "
                         f"sampler.max_context = {self.sampler.max_context}; raise the one or lower the other"
                     )
+                if isinstance(stage, AttemptsSettings) and environment.agent.kind == "program":
+                    _check_time(environment.agent.seconds, stage.collect.attempt_seconds)
             if isinstance(stage, RewardSettings) and stage is not self.stages[-1]:
                 raise ValueError(
                     f"stage {stage.name!r} makes a reward model, which no stage can go on from; put it last"
@@ -550,6 +608,15 @@ class Recipe(Settings):
         asked = stage.evaluation or self.evaluation
         scored = self.environments_of(stage) and not isinstance(stage, RewardSettings)
         return asked if scored else asked.model_copy(update={"tasks": 0})
+
+
+def _check_time(agent: float, attempt: float) -> None:
+    """A program has to be stopped before the system gives its attempt up: the one is scored, the other a failure."""
+    if agent >= attempt:
+        raise ValueError(
+            f"environment.agent.seconds = {agent:g} is not below collect.attempt_seconds = {attempt:g}, after which an "
+            "attempt is a failure of the system; raise the one or lower the other"
+        )
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -586,6 +653,22 @@ def parse_recipe(table: Mapping[str, Any]) -> Recipe:
         raise _explain(error, table) from None
 
 
+def parse_data(table: Mapping[str, Any]) -> DataSettings:
+    """A stage's data table by itself; errors as in `load_recipe`."""
+    try:
+        return DataSettings.model_validate(table)
+    except ValidationError as error:
+        raise _explain(error, table, DataSettings) from None
+
+
+def parse_sandboxes(table: Mapping[str, Any]) -> SandboxSettings:
+    """An environment's `sandboxes` table; errors as in `load_recipe`."""
+    try:
+        return SandboxSettings.model_validate(table)
+    except ValidationError as error:
+        raise _explain(error, table, SandboxSettings) from None
+
+
 def _override(table: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key.strip():
@@ -618,14 +701,14 @@ def _override(table: dict[str, Any], override: str) -> None:
             at = at.setdefault(part, {})
 
 
-def _explain(error: ValidationError, table: Mapping[str, Any]) -> ConfigError:
+def _explain(error: ValidationError, table: Mapping[str, Any], root: type[Settings] | None = None) -> ConfigError:
     """The first problem in words a user can act on (the others follow once it is mended)."""
     problem = error.errors()[0]
     location = [part for part in problem["loc"] if part not in KINDS]
     key = _dotted(location, table)
     kind, given = problem["type"], problem.get("input")
     if kind == "extra_forbidden":
-        known = _known_keys(problem["loc"][:-1])
+        known = _known_keys(problem["loc"][:-1], root or Recipe)
         close = difflib.get_close_matches(str(location[-1]), known, n=1)
         hint = f"Did you mean {close[0]!r}?" if close else f"Known here: {', '.join(sorted(known))}"
         return ConfigError(key, "there is no such key", hint)
@@ -661,9 +744,9 @@ def _dotted(location: Iterable[str | int], table: Mapping[str, Any]) -> str:
     return ".".join(parts)
 
 
-def _known_keys(location: Sequence[str | int]) -> list[str]:
-    """Keys of the table at `location` of a recipe."""
-    model: Any = Recipe
+def _known_keys(location: Sequence[str | int], root: type[Settings]) -> list[str]:
+    """Keys of the table at `location` of a recipe (or of another table)."""
+    model: Any = root
     for part in location:
         if isinstance(part, int):
             continue
