@@ -41,8 +41,8 @@ from strop.runs.run import Run
 from strop.runs.store import read_groups
 from strop.runs.verify import verify_run
 from strop.training.collector import Collector
-from strop.training.workshop import Workshop
 from strop.training.train import train
+from strop.training.workshop import Workshop
 
 HERE = Path(__file__).parent
 ENVIRONMENT = f"{HERE.parent / 'letters.py'}:Letters"

@@ -145,20 +145,20 @@ async def test_what_passes_is_tried_again(serve, status):
 
 async def test_what_does_not_pass_is_not(serve):
     server = serve(lambda body, number: (401, {"error": "who are you?"}))
-    with pytest.raises(AttemptError, match="refused: status 401: .*who are you"):
+    with pytest.raises(AttemptError, match=r"refused: status 401: .*who are you"):
         await judge(server.url).score(TASK, TRANSCRIPT)
     assert len(server.asked) == 1
 
 
 async def test_a_judge_that_is_away_or_too_slow_is_a_failure(serve):
-    with pytest.raises(AttemptError, match="can't be reached at http://127.0.0.1:9/v1"):
+    with pytest.raises(AttemptError, match=r"can't be reached at http://127.0.0.1:9/v1"):
         await judge("http://127.0.0.1:9/v1", tries=1).score(TASK, TRANSCRIPT)
 
     def slow(body: dict[str, Any], number: int) -> tuple[int, Any]:
         time.sleep(1.0)
         return 200, '{"clear": 1, "short": 1}'
 
-    with pytest.raises(AttemptError, match="Timeout|no answer within"):
+    with pytest.raises(AttemptError, match=r"Timeout|no answer within"):
         await judge(serve(slow).url, tries=1, seconds=0.1).score(TASK, TRANSCRIPT)
 
 
@@ -211,8 +211,8 @@ async def test_the_environments_own_score_may_keep_a_part(serve):
         environment = Judged(Letters(delay=0.0), judge(server.url, **settings))
         task = environment.tasks("train")[0]
         session = await environment.start(task, 0)
-        return await session.score(Rollout("r/0", task.id, task.environment, 0, 0, transcript=list(TRANSCRIPT[:1]) + [
-            {"role": "assistant", "content": "0001"}]))  # fmt: skip
+        return await session.score(Rollout("r/0", task.id, task.environment, 0, 0, transcript=[
+            TRANSCRIPT[0], {"role": "assistant", "content": "0001"}]))  # fmt: skip
 
     alone, beside = await scored(), await scored(weight=0.25)
     assert (alone.reward, alone.solved) == (1.0, True) and alone.metrics["judge_clear"] == 1.0
@@ -221,7 +221,7 @@ async def test_the_environments_own_score_may_keep_a_part(serve):
 
 def test_the_last_object_counts():
     assert json_object('{"a": 1} then {"a": {"b": 2}} and {oops') == {"a": {"b": 2}}
-    with pytest.raises(ValueError, match="no JSON object"):
+    with pytest.raises(ValueError, match=r"no JSON object"):
         json_object("[1, 2]")
 
 
@@ -295,13 +295,13 @@ def test_a_run_whose_budget_is_spent_stops_resumable_and_goes_on_with_more(serve
 def test_a_judge_that_cannot_judge_is_refused_before_anything_starts(tmp_path, monkeypatch):
     model = make_model(tmp_path / "model")
     monkeypatch.delenv("NO_SUCH_KEY", raising=False)
-    with pytest.raises(ConfigError, match="judge.key_variable: NO_SUCH_KEY is not set"):
+    with pytest.raises(ConfigError, match=r"judge.key_variable: NO_SUCH_KEY is not set"):
         check(recipe(model, "http://127.0.0.1:9/v1", key_variable="NO_SUCH_KEY"))
-    with pytest.raises(ConfigError, match="judge.url: 'judge.example' is no address"):
+    with pytest.raises(ConfigError, match=r"judge.url: 'judge.example' is no address"):
         check(recipe(model, "judge.example"))
-    with pytest.raises(ConfigError, match="tasks have no text 'answer' in their data"):
+    with pytest.raises(ConfigError, match=r"tasks have no text 'answer' in their data"):
         check(recipe(model, "http://127.0.0.1:9/v1", rubric=[], reference="answer"))
-    with pytest.raises(ConfigError, match="either a rubric or the key of a reference"):
+    with pytest.raises(ConfigError, match=r"either a rubric or the key of a reference"):
         recipe(model, "http://127.0.0.1:9/v1", reference="answer")
 
 

@@ -138,12 +138,12 @@ async def test_what_is_asked_for_decides_what_is_cut(run):
 
 
 def test_sources_that_hold_nothing_are_refused(run, tmp_path):
-    with pytest.raises(ConfigError, match="Give run or path"):
+    with pytest.raises(ConfigError, match=r"Give run or path"):
         Pivots()
-    with pytest.raises(ConfigError, match="no turn to train on"):
+    with pytest.raises(ConfigError, match=r"no turn to train on"):
         Pivots(run=str(run), reward_above=5.0)
     (tmp_path / "bad.jsonl").write_text('{"messages": [{"role": "owner", "content": "x"}]}\n')
-    with pytest.raises(ConfigError, match="bad.jsonl row 1"):
+    with pytest.raises(ConfigError, match=r"bad.jsonl row 1"):
         Pivots(path=str(tmp_path / "bad.jsonl"))
 
 

@@ -118,3 +118,25 @@ def test_baselines_do_not_mix_kinds():
     np.testing.assert_allclose(found[1], [-1 / np.sqrt(2), 1 / np.sqrt(2)])
     one = apart(advantage, ["same"] * 3)(rewards)
     assert all((a == b).all() for a, b in zip(one, advantage(rewards), strict=True))
+
+
+@pytest.mark.parametrize("family", ["llama, tied", "gpt2"])
+def test_a_learner_that_begins_anew_is_as_if_nothing_had_been(family):
+    """Other weights, a version of their own, no moments left: what follows is what a new learner does."""
+    from strop.learning import EmbeddedLearner
+
+    def train(learner: EmbeddedLearner) -> None:
+        for seed in range(2):
+            learner.forward_backward(batch(seed=seed), make_loss([{"name": "ppo_clip"}]))
+            learner.step(1e-2)
+
+    used, new = EmbeddedLearner(policy(family), None), EmbeddedLearner(policy(family, seed=9), None)
+    train(used)
+    used.forward_backward(batch(seed=5), make_loss([{"name": "ppo_clip"}]))  # a gradient that must not survive
+    before = used.version
+    used.restart({name: part.detach().clone() for name, part in model(family, seed=9).named_parameters()})
+    assert used.version == before + 1
+    np.testing.assert_array_equal(used.logprobs(batch()), new.logprobs(batch()))
+    train(used)
+    train(new)
+    np.testing.assert_array_equal(used.logprobs(batch()), new.logprobs(batch()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny import make_model, make_tokenizer
+from tiny import make_model
 
 from strop.config import parse_recipe
 from strop.errors import ConfigError, GateError, RunError
@@ -28,7 +29,7 @@ from strop.training.stored import best_attempts, groups_of_step
 from strop.training.train import check, train
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "chaos"))
-from harness import chain as whole_chain  # noqa: E402
+from harness import chain as whole_chain
 
 LETTERS = Path(__file__).parents[1] / "letters.py"
 SCHEDULE = {"learning_rate": 2e-3}
@@ -102,7 +103,7 @@ def test_a_student_comes_to_sample_what_its_teacher_would(model, other, tmp_path
     from transformers import AutoModelForCausalLM
 
     stage = {"kind": "distill", "name": "student", "steps": 12, "schedule": {"learning_rate": 5e-3},
-             "collect": {"groups": 12, "group_size": 1}, "teachers": [{"model": str(other)}]}  # fmt: skip
+             "collect": {"groups": 12, "group_size": 1}, "teachers": [{"model": str(other), "environments": ["Letters"]}]}  # fmt: skip
     path = run_to_end(tmp_path / "r", recipe(model, stage, evaluation={"tasks": 0}))
     batches = [trained(read_groups(path / "rollouts" / f"student-{step:06d}.parquet")) for step in range(12)]
     sequences = [r.branch_tokens(r.leaves()[0]) for group in batches[0] for r in group.rollouts]
@@ -132,7 +133,9 @@ def test_every_trained_token_has_its_teachers_logprob(model, other, tmp_path, mo
     seen: list[Any] = []
     original = EmbeddedLearner.forward_backward
     monkeypatch.setattr(
-        EmbeddedLearner, "forward_backward", lambda self, batch, *rest: seen.append(batch) or original(self, batch, *rest)
+        EmbeddedLearner,
+        "forward_backward",
+        lambda self, batch, *rest: seen.append(batch) or original(self, batch, *rest),
     )
     letters = {"name": f"{LETTERS}:Letters", "agent": {"max_tokens": 8}}
     stage = {"kind": "distill", "name": "student", "steps": 1, "collect": {"groups": 4, "group_size": 2},
@@ -161,31 +164,37 @@ def test_teachers_that_cannot_teach_are_refused_before_anything_starts(model, tm
     def asked(teachers: list[Any], **more: Any) -> Any:
         return recipe(model, {"kind": "distill", "name": "student", "teachers": teachers, **more})
 
-    stranger = tmp_path / "stranger"
-    shutil.copytree(model, stranger)
-    tokenizer = make_tokenizer()
-    tokenizer.add_tokens(["<|one more|>"])
-    tokenizer.save_pretrained(stranger)
-    with pytest.raises(ConfigError, match=r"stages.student.teachers.0: .*another vocabulary: 260 tokens for 259"):
-        check(asked([{"model": str(stranger)}]))
-    splits = tmp_path / "splits"
-    shutil.copytree(model, splits)
-    text = (splits / "tokenizer.json").read_text()
-    (splits / "tokenizer.json").write_text(text.replace('"add_prefix_space":false', '"add_prefix_space":true').replace(
-        '"add_prefix_space": false', '"add_prefix_space": true'))  # fmt: skip
-    with pytest.raises(ConfigError, match="splits text into tokens differently"):
-        check(asked([{"model": str(splits)}]))
+    def like(name: str, **changed: Any) -> Path:
+        """The student with another tokenizer."""
+        folder = Path(shutil.copytree(model, tmp_path / name))
+        told = json.loads((folder / "tokenizer.json").read_text())
+        (folder / "tokenizer.json").write_text(json.dumps({**told, **changed}))
+        return folder
+
+    told = json.loads((model / "tokenizer.json").read_text())
+    a, b = (told["model"]["vocab"][letter] for letter in "ab")
+    swapped = {**told["model"], "vocab": {**told["model"]["vocab"], "a": b, "b": a}}
+    with pytest.raises(
+        ConfigError, match=r"stages.student.teachers.0: .*another vocabulary: 259 tokens for 259, and '[ab]'"
+    ):
+        check(asked([{"model": str(like("stranger", model=swapped))}]))
+    with pytest.raises(ConfigError, match=r"splits text into tokens differently. .*train on its attempts instead"):
+        check(asked([{"model": str(like("lower", normalizer={"type": "Lowercase"}))}]))
     with pytest.raises(ConfigError, match=r"teachers.0.stage: 'rl' is no stage before student"):
         check(asked([{"stage": "rl"}]))
-    with pytest.raises(ConfigError, match="there is no environment 'elsewhere'"):
+    with pytest.raises(ConfigError, match=r"there is no environment 'elsewhere'"):
         check(asked([{"model": str(model), "environments": ["elsewhere"]}]))
-    with pytest.raises(ConfigError, match="two teachers name no environments"):
+    with pytest.raises(ConfigError, match=r"two teachers name no environments"):
         check(asked([{"model": str(model)}, {"model": str(model)}]))
     with pytest.raises(ConfigError, match=r'no component of the loss learns from them. Add {name = "reverse_kl"}'):
         check(asked([{"model": str(model)}], loss=[{"name": "ppo_clip"}]))
     with pytest.raises(ConfigError, match=r"collect.group_size: it is 1, but a component"):
-        check(asked([{"model": str(model)}], loss=[{"name": "reverse_kl"}, {"name": "ppo_clip"}], collect={"group_size": 1}))
-    with pytest.raises(ConfigError, match="it needs a teacher"):
+        check(
+            asked(
+                [{"model": str(model)}], loss=[{"name": "reverse_kl"}, {"name": "ppo_clip"}], collect={"group_size": 1}
+            )
+        )
+    with pytest.raises(ConfigError, match=r"it needs a teacher"):
         check(recipe(model, {"kind": "rl", "name": "rl", "loss": [{"name": "reverse_kl"}]}))
 
 
@@ -195,7 +204,7 @@ def test_a_teacher_that_was_exchanged_is_noticed(model, other, tmp_path):
     stop_at(tmp_path / "r", recipe(model, stage), "checkpoint")
     shutil.rmtree(teacher)
     make_model(teacher, hidden=48, seed=6)
-    with pytest.raises(RunError, match="is not the teacher that stage student began with"):
+    with pytest.raises(RunError, match=r"is not the teacher that stage student began with"):
         run_to_end(tmp_path / "r")
 
 
@@ -213,7 +222,9 @@ def test_a_chain_that_was_broken_off_at_a_checkpoint_ends_in_the_same_weights(mo
     assert verify_run(path) == []
 
 
-@pytest.mark.parametrize(("kind", "number"), [("batch", 4), ("gate", 1), ("evaluation", 4), ("teacher", 1), ("step", 7)])
+@pytest.mark.parametrize(
+    ("kind", "number"), [("batch", 4), ("gate", 1), ("evaluation", 4), ("teacher", 1), ("step", 7)]
+)
 def test_a_chain_that_was_broken_off_anywhere_ends_in_the_same_weights(model, whole, tmp_path, kind, number):
     path = tmp_path / "r"
     stop_at(path, whole_chain(model), kind, number)
@@ -259,14 +270,16 @@ def test_a_closed_gate_ends_the_run_and_a_person_may_open_it(model, tmp_path):
     asked = recipe(model, {**RL, "gate": {"score_above": 1.0}}, NEXT)
     path = tmp_path / "r"
     for attempt in range(2):  # resuming alone changes nothing
-        with pytest.raises(GateError, match=r"rl was not promoted: the held-out score's lower bound is 0\.\d+, not above 1"):
+        with pytest.raises(
+            GateError, match=r"rl was not promoted: the held-out score's lower bound is 0\.\d+, not above 1"
+        ):
             run_to_end(path, None if attempt else asked)
     record = RunRecord(path)
     assert [event["passed"] for event in record.of_kind("gate")] == [False]
     assert not [step for step in record.steps if step.stage == "next"]
     run = Run.resume(path)
     promote_by_hand(run, "rl")
-    with pytest.raises(GateError, match="nothing to promote"):
+    with pytest.raises(GateError, match=r"nothing to promote"):
         promote_by_hand(run, "rl")
     run.close()
     run_to_end(path)
@@ -286,9 +299,10 @@ def test_a_gate_that_keeps_the_earlier_model_gives_what_a_chain_without_the_stag
     assert tokens[0] == tokens[1]
     assert hashes(path, "next-000002")["model.safetensors"] == hashes(without, "next-000002")["model.safetensors"]
     first = make_kept_first(model, tmp_path)
-    assert hashes(first, "next-000002")["model.safetensors"] == hashes(
-        run_to_end(tmp_path / "alone", recipe(model, NEXT)), "next-000002"
-    )["model.safetensors"]
+    assert (
+        hashes(first, "next-000002")["model.safetensors"]
+        == hashes(run_to_end(tmp_path / "alone", recipe(model, NEXT)), "next-000002")["model.safetensors"]
+    )
 
 
 def make_kept_first(model: Path, tmp_path: Path) -> Path:
@@ -337,8 +351,7 @@ def test_the_best_of_each_group_are_chosen(whole):
             wanted = [reward for reward in rewards if above is None or reward > above][:best]
             assert sorted((r.reward for r in group.rollouts), reverse=True) == wanted
     assert best_attempts(groups, 1, 2.0) == []
-    tie = [r for r in groups[0].rollouts]
-    for rollout in tie:
+    for rollout in groups[0].rollouts:
         rollout.ending = Scored(0.5)
     (chosen,) = best_attempts(groups[:1], 1)
     assert chosen.rollouts[0].member == 0
@@ -391,5 +404,5 @@ def test_stored_attempts_that_are_not_there_are_refused(model, whole):
 
     with pytest.raises(ConfigError, match=r"no attempts of a stage 'sft'. It has: rl, student, worse"):
         check(asked(run=str(whole), stage="sft"))
-    with pytest.raises(ConfigError, match="'rl' is no stage before copy that makes attempts. There are: none"):
+    with pytest.raises(ConfigError, match=r"'rl' is no stage before copy that makes attempts. There are: none"):
         check(asked(stage="rl"))

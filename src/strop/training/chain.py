@@ -99,11 +99,12 @@ def promoted(run: Run, stage: StageSettings) -> bool:
         then = "the run ends" if stage.gate.otherwise == "stop" else "the model from before it is kept"
         said = f"{stage.name} was not promoted: {'; '.join(missed)}; {then}" if missed else f"{stage.name} was promoted"
         run.log("gate", stage=stage.name, step=stage.steps, passed=not missed, message=said, flush=True)
-        if missed:
+        if missed and stage.gate.otherwise == "keep":
             run.warn(said, stage=stage.name)
         decided = run.gate(stage.name)
         assert decided is not None
     if not decided["passed"] and stage.gate.otherwise == "stop":
+        run.log("run", what="stopped", message=decided["message"], flush=True)
         raise GateError(
             f"{decided['message']}. Nothing is lost: look at the attempts, and if the model should go on all the same: "
             f"strop train --resume {run.path} --promote {stage.name}"

@@ -22,6 +22,10 @@ from strop.training.teachers import Teachers
 from strop.training.workshop import Workshop
 
 
+#: Metrics of how rewards differ within groups.
+_SPREAD = ("reward_std_in_group", "groups_without_variance")
+
+
 class RLUpdate:
     """What a batch of groups does to the weights: advantages, loss, gradient, step. The same for a stored batch.
 
@@ -58,7 +62,14 @@ class RLUpdate:
             self.shop.run.warn(
                 f"step {step + 1}: no group has any variance in its rewards, so there was nothing to learn from"
             )
+        if not self._compares:  # what groups say of rewards says nothing about what is learnt
+            metrics = {name: metrics[name] for name in metrics if name not in _SPREAD}
         return stored_metrics(metrics) if _is_stored(self.stage) else metrics
+
+    @property
+    def _compares(self) -> bool:
+        """Whether the loss learns from how members of a group differ in reward."""
+        return any(part.scales_with_advantage for _, _, part in self._loss.components)
 
     @property
     def _own_targets(self) -> bool:

@@ -59,7 +59,9 @@ class Teachers:
 
     async def __call__(self, batch: Batch, groups: Sequence[Group], temperature: float) -> Batch:
         """The batch with every trained token's log-probability under the teacher of its attempt's environment."""
-        numbers = [teacher_of(self.stage.teachers, group.task.environment) for group in groups]
+        called = [environment.called for environment in self.shop.recipe.environments_of(self.stage)]
+        names = [group.task.environment if len(called) > 1 else called[0] for group in groups]
+        numbers = [teacher_of(self.stage.teachers, name) for name in names]
         return await self.shop.compute(
             "the teachers' log-probabilities", "teacher", self._ask, batch, numbers, temperature
         )
@@ -99,7 +101,7 @@ def check_teachers(recipe: Recipe, stage: DistillSettings, student: Any = None) 
         ConfigError: a stage that is not before this one, an environment with no teacher or two, or another tokenizer.
     """
     key = f"stages.{stage.name}.teachers"
-    before = [other.name for other in recipe.stages[: recipe.stages.index(stage)]]  # type: ignore[arg-type]
+    before = [other.name for other in recipe.stages[: recipe.stages.index(stage)]]
     called = [environment.called for environment in recipe.environments_of(stage)]
     for number, teacher in enumerate(stage.teachers):
         if teacher.stage and teacher.stage not in before:
