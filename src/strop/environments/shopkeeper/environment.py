@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
 
 from strop.environments.drawn import DrawnTasks
 from strop.environments.environment import Demonstration, Environment, Session, ToolOutcome
@@ -13,6 +14,10 @@ from strop.environments.shopkeeper.questions import KINDS, draw_question, draw_t
 from strop.environments.shopkeeper.tools import TOOLS, Workbench, draw_faults
 from strop.errors import ConfigError
 from strop.rollouts import Message, Rollout, Scored, Task
+
+if TYPE_CHECKING:
+    from strop.environments.shopkeeper.sandboxed import SandboxedTools
+    from strop.sandboxes import LocalPool
 
 #: How a demonstration ends: the number last, since that is what is read.
 _ANSWERS = ("{} {}", "It is {} {}.", "The answer is {} {}.", "That makes {} {}.")
@@ -37,6 +42,8 @@ class Shopkeeper(Environment):
         fault_rate: share of tool calls that fail, 0 to 0.6.
         train_tasks, test_tasks: size of the splits.
         seed: another seed draws other tasks.
+        tools: where the tools run: "process" is this one, "sandbox" a Python interpreter in a sandbox. What they
+            answer is the same to the byte, and so are the weights that come of it.
 
     Raises:
         ConfigError: an option is out of its range.
@@ -51,6 +58,7 @@ class Shopkeeper(Environment):
         train_tasks: int = 10_000,
         test_tasks: int = 500,
         seed: int = 0,
+        tools: Literal["process", "sandbox"] = "process",
     ) -> None:
         unknown = [count for count in steps if count not in KINDS]
         if unknown or not steps:
@@ -60,6 +68,12 @@ class Shopkeeper(Environment):
             raise ConfigError("environment.options.fault_rate", f"it is {fault_rate}", "It must be within 0 and 0.6.")
         self.steps, self.fault_rate = tuple(steps), fault_rate
         self.sizes, self.seed = {"train": train_tasks, "test": test_tasks}, seed
+        self.sandboxed: SandboxedTools | None = None
+        if tools == "sandbox":
+            from strop.environments.shopkeeper.sandboxed import SandboxedTools
+
+            self.sandboxed = SandboxedTools()
+            self.sandboxed.check()
 
     def tasks(self, split: str) -> Sequence[Task]:
         """See `Environment.tasks`."""
@@ -88,7 +102,8 @@ class Shopkeeper(Environment):
 
     async def start(self, task: Task, seed: int) -> Session:
         """See `Environment.start`. Nothing depends on `seed`: members of a group meet the same tools."""
-        return ShopSession(self, task, seed)
+        pool = await self.sandboxed.open() if self.sandboxed is not None else None
+        return ShopSession(self, task, seed, pool)
 
     def demonstrations(self, count: int, rng: random.Random) -> list[Demonstration]:
         """Conversations of a shopkeeper who reads every answer, tries again and converts where it is needed."""
@@ -99,13 +114,23 @@ class Shopkeeper(Environment):
 class ShopSession(Session):
     """One attempt: the task's tools, and the score of what was made of them."""
 
-    def __init__(self, environment: Environment, task: Task, seed: int) -> None:
+    def __init__(self, environment: Shopkeeper, task: Task, seed: int, pool: LocalPool | None = None) -> None:
         super().__init__(environment, task, seed)
+        self._sandboxed, self._pool = environment.sandboxed, pool
         self.workbench = Workbench(task.data["table"], task.data["faults"])
 
     async def call(self, name: str, arguments: dict[str, object]) -> ToolOutcome:
         """See `Session.call`."""
-        return self.workbench.call(name, arguments)
+        if self._sandboxed is None or self._pool is None:
+            return self.workbench.call(name, arguments)
+        answer = await self._sandboxed.answer(self._pool, self.workbench.table, name, arguments)
+        return self.workbench.receive(name, answer)
+
+    async def close(self) -> None:
+        """See `Session.close`."""
+        if self._sandboxed is not None and self._pool is not None:
+            self._pool = None
+            await self._sandboxed.close()
 
     async def score(self, rollout: Rollout) -> Scored:
         """1 if the final message ends in the right number, else 0. A message that was cut off is no final one."""

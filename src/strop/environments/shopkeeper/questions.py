@@ -30,9 +30,6 @@ GOODS = (
 )
 TOWNS = ("Oslo", "Lima", "Cairo", "Delhi", "Paris", "Rome", "Kyoto", "Quito", "Bern", "Turin", "Leeds", "Perth")
 
-#: The unit that each field is kept in, the unit that a confused tool may answer in, and how many of it make one.
-UNITS = {"price": ("dollars", "cents", 100.0), "weight": ("g", "kg", 0.001), "distance": ("km", "m", 1000.0)}
-
 Table = dict[str, dict[str, int]]
 Step = dict[str, dict[str, str]]
 

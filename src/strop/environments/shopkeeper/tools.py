@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import ast
-import operator
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from strop.environments.environment import ToolOutcome
 from strop.environments.numbers import write_number
-from strop.environments.shopkeeper.questions import UNITS
+from strop.environments.shopkeeper.answers import UNITS, Answer, Refusal, answer
 from strop.rollouts import ToolSpec
 
 
@@ -38,13 +36,6 @@ _CALLS_DRAWN = 12
 #: No tool fails more often than this in a row, so that trying again always helps.
 _MOST_IN_A_ROW = 2
 
-_ARITHMETIC: dict[type[ast.operator], Callable[[float, float], float]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-}
-
 
 def draw_faults(rate: float, rng: random.Random) -> dict[str, list[str | None]]:
     """What happens at the first calls of each tool: the name of a fault, or None where the call goes well."""
@@ -58,20 +49,6 @@ def draw_faults(rate: float, rng: random.Random) -> dict[str, list[str | None]]:
             faults.append(rng.choice(kinds) if fails else None)
         drawn[tool] = faults
     return drawn
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What a call is about to answer: a number, its unit, and which fact it is (two lookups of it are the same)."""
-
-    number: float
-    unit: str = ""
-    fact: str = ""
-
-    @property
-    def text(self) -> str:
-        """As the agent reads it."""
-        return f"{write_number(self.number)} {self.unit}".strip()
 
 
 @dataclass(slots=True)
@@ -100,17 +77,20 @@ class Workbench:
 
     def call(self, name: str, arguments: Mapping[str, object]) -> ToolOutcome:
         """Run a tool; a fault drawn for this call of it comes back as an outcome with an error."""
-        answer = self._answer(name, arguments)
-        if isinstance(answer, ToolOutcome):
+        return self.receive(name, answer(self.table, name, arguments))
+
+    def receive(self, name: str, answer: Answer | Refusal) -> ToolOutcome:
+        """What the agent reads of a tool's answer, wherever that was worked out."""
+        if isinstance(answer, Refusal):
             self.rejected += 1
-            return answer
+            return ToolOutcome(answer.content, error=answer.error)
         number = self.calls.get(name, 0)
         self.calls[name] = number + 1
         faults = self.faults.get(name, [])
         fault = faults[number] if number < len(faults) else None
         if fault is None:
             self._settle(answer)
-            return ToolOutcome(answer.text)
+            return ToolOutcome(_text(answer))
         self.met += 1
         self._missing.append(answer)
         return _spoil(answer, fault)
@@ -125,66 +105,13 @@ class Workbench:
         self.recovered += len(self._missing) - len(left)
         self._missing = left
 
-    def _answer(self, name: str, arguments: Mapping[str, object]) -> Answer | ToolOutcome:
-        if name == "lookup":
-            return self._lookup(arguments)
-        if name == "calculate":
-            return _calculate(arguments)
-        if name == "convert":
-            return _convert(arguments)
-        return ToolOutcome("error: the tools are lookup, calculate, convert", error="unknown tool")
-
-    def _lookup(self, arguments: Mapping[str, object]) -> Answer | ToolOutcome:
-        item, wanted = arguments.get("item"), arguments.get("field")
-        if not isinstance(item, str) or not isinstance(wanted, str):
-            return _bad("lookup needs item and field")
-        names = {_plain(name): name for name in self.table}
-        name = names.get(_plain(item))
-        if name is None:
-            return _bad(f"no item {item[:20]!r}")
-        facts = self.table[name]
-        if wanted not in facts:
-            return _bad(f"fields of {name}: {', '.join(facts)}")
-        unit = UNITS[wanted][0] if wanted in UNITS else "in stock"
-        return Answer(facts[wanted], unit, fact=f"{name} {wanted}")
-
-
-def _calculate(arguments: Mapping[str, object]) -> Answer | ToolOutcome:
-    expression = arguments.get("expression")
-    if not isinstance(expression, str):
-        return _bad("calculate needs expression")
-    try:
-        value = _evaluate(ast.parse(expression.strip()[:200], mode="eval").body)
-    except ZeroDivisionError:
-        return _bad("division by zero")
-    except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError):
-        return _bad("use numbers and + - * / ( )")
-    return Answer(value)
-
-
-def _convert(arguments: Mapping[str, object]) -> Answer | ToolOutcome:
-    value, unit, to = arguments.get("value"), arguments.get("from"), arguments.get("to")
-    try:
-        number = float(value) if isinstance(value, (int, float, str)) else None
-    except (ValueError, OverflowError):
-        number = None
-    if number is None or not abs(number) < 1e15:
-        return _bad("convert needs a number as value")
-    for base, other, factor in UNITS.values():
-        if (unit, to) == (base, other):
-            return Answer(round(number * factor, 6), other)
-        if (unit, to) == (other, base):
-            return Answer(round(number / factor, 6), base)
-    pairs = ", ".join(f"{base} and {other}" for base, other, _ in UNITS.values())
-    return _bad(f"can convert {pairs}")
-
 
 def _spoil(answer: Answer, fault: str) -> ToolOutcome:
     """What the agent reads instead of `answer`."""
     confused = next(((other, factor) for base, other, factor in UNITS.values() if base == answer.unit), None)
     if fault == "wrong unit" and confused is not None:
         other, factor = confused
-        return ToolOutcome(Answer(round(answer.number * factor, 6), other).text, error="wrong unit")
+        return ToolOutcome(_text(Answer(round(answer.number * factor, 6), other)), error="wrong unit")
     if fault == "malformed":
         return ToolOutcome(f'{{"value": {write_number(answer.number)[:1]}', error="malformed")
     if fault == "busy":
@@ -192,31 +119,9 @@ def _spoil(answer: Answer, fault: str) -> ToolOutcome:
     return ToolOutcome("error: timeout", error="timeout")
 
 
-def _evaluate(node: ast.expr) -> float:
-    """The value of an arithmetic expression; ValueError if it is anything else."""
-    if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
-        return _bounded(node.value)
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.UAdd)):
-        value = _evaluate(node.operand)
-        return -value if isinstance(node.op, ast.USub) else value
-    if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
-        return _bounded(_ARITHMETIC[type(node.op)](_evaluate(node.left), _evaluate(node.right)))
-    raise ValueError("not arithmetic")
-
-
-def _bounded(value: float) -> float:
-    if not abs(value) < 1e15:
-        raise ValueError("too large")
-    return value
-
-
-def _bad(what: str) -> ToolOutcome:
-    return ToolOutcome(f"error: {what}", error="bad arguments")
-
-
-def _plain(name: str) -> str:
-    """A name without case and plural."""
-    return name.strip().lower().removesuffix("s")
+def _text(answer: Answer) -> str:
+    """As the agent reads it."""
+    return f"{write_number(answer.number)} {answer.unit}".strip()
 
 
 def _same(one: float, other: float) -> bool:
