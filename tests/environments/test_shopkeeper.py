@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strop.agents import ToolLoop
+from strop.environments.environment import Demonstration
 from strop.environments.shopkeeper import Shopkeeper
 from strop.environments.shopkeeper.questions import KINDS, draw_question, draw_table
 from strop.environments.shopkeeper.tools import TOOLS, Workbench, draw_faults
@@ -65,6 +66,21 @@ async def test_the_scripted_policy_solves_every_task_through_the_real_loop(rate:
         assert scored.metrics["tool_calls"] == len(said) == scored.metrics["turns"] - 1
         met += scored.metrics["errors_met"]
     assert (met > 0) == (rate > 0)
+
+
+def test_demonstrations_may_meet_more_failures_than_attempts_do() -> None:
+    def failures(demonstrations: list[Demonstration]) -> int:
+        contents = [
+            str(message["content"]) for d in demonstrations for message in d.messages if message["role"] == "tool"
+        ]
+        return sum(content.startswith("error") for content in contents)
+
+    plain, taught = Shopkeeper(fault_rate=0.1), Shopkeeper(fault_rate=0.1, demonstration_fault_rate=0.5)
+    few, many = (each.demonstrations(100, random.Random(1)) for each in (plain, taught))
+    assert failures(many) > 2 * failures(few) > 0
+    assert taught.tasks("train")[7] == plain.tasks("train")[7] and taught.tasks("test")[7] == plain.tasks("test")[7]
+    with pytest.raises(ConfigError, match="demonstration_fault_rate"):
+        Shopkeeper(demonstration_fault_rate=0.7)
 
 
 def test_train_and_test_ask_nothing_in_common() -> None:

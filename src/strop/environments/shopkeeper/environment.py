@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from strop.environments.drawn import DrawnTasks
@@ -42,6 +43,8 @@ class Shopkeeper(Environment):
         fault_rate: share of tool calls that fail, 0 to 0.6.
         train_tasks, test_tasks: size of the splits.
         seed: another seed draws other tasks.
+        demonstration_fault_rate: of the demonstrations' own calls, 0 to 0.6; None: as `fault_rate`. Recoveries have to
+            be seen to be learnt, and a short warm-up sees few.
         tools: where the tools run: "process" is this one, "sandbox" a Python interpreter in a sandbox. What they
             answer is the same to the byte, and so are the weights that come of it.
 
@@ -58,15 +61,18 @@ class Shopkeeper(Environment):
         train_tasks: int = 10_000,
         test_tasks: int = 500,
         seed: int = 0,
+        demonstration_fault_rate: float | None = None,
         tools: Literal["process", "sandbox"] = "process",
     ) -> None:
         unknown = [count for count in steps if count not in KINDS]
         if unknown or not steps:
             wrong = f"there are no questions of {unknown[0]} steps" if unknown else "it is empty"
             raise ConfigError("environment.options.steps", wrong, "Known are 2, 3 and 4.")
-        if not 0 <= fault_rate <= 0.6:
-            raise ConfigError("environment.options.fault_rate", f"it is {fault_rate}", "It must be within 0 and 0.6.")
-        self.steps, self.fault_rate = tuple(steps), fault_rate
+        demonstrated = fault_rate if demonstration_fault_rate is None else demonstration_fault_rate
+        for name, rate in (("fault_rate", fault_rate), ("demonstration_fault_rate", demonstrated)):
+            if not 0 <= rate <= 0.6:
+                raise ConfigError(f"environment.options.{name}", f"it is {rate}", "It must be within 0 and 0.6.")
+        self.steps, self.fault_rate, self.demonstration_fault_rate = tuple(steps), fault_rate, demonstrated
         self.sizes, self.seed = {"train": train_tasks, "test": test_tasks}, seed
         self.sandboxed: SandboxedTools | None = None
         if tools == "sandbox":
@@ -77,9 +83,12 @@ class Shopkeeper(Environment):
 
     def tasks(self, split: str) -> Sequence[Task]:
         """See `Environment.tasks`."""
-        return DrawnTasks(self._draw, split, self.sizes.get(split, 1), self.seed)
+        return self._tasks(split, self.fault_rate)
 
-    def _draw(self, rng: random.Random) -> tuple[str, Task]:
+    def _tasks(self, split: str, fault_rate: float) -> Sequence[Task]:
+        return DrawnTasks(partial(self._draw, fault_rate), split, self.sizes.get(split, 1), self.seed)
+
+    def _draw(self, fault_rate: float, rng: random.Random) -> tuple[str, Task]:
         steps = rng.choice(self.steps)
         table = draw_table(rng)
         question = draw_question(table, steps, rng)
@@ -94,7 +103,7 @@ class Shopkeeper(Environment):
                 "unit": question.unit,
                 "table": table,
                 "plan": question.plan,
-                "faults": draw_faults(self.fault_rate, rng),
+                "faults": draw_faults(fault_rate, rng),
             },
             labels={"steps": str(steps), "kind": question.kind},
         )
@@ -107,7 +116,7 @@ class Shopkeeper(Environment):
 
     def demonstrations(self, count: int, rng: random.Random) -> list[Demonstration]:
         """Conversations of a shopkeeper who reads every answer, tries again and converts where it is needed."""
-        tasks = self.tasks("train")
+        tasks = self._tasks("train", self.demonstration_fault_rate)
         return [demonstrate(tasks[rng.randrange(len(tasks))], rng) for _ in range(count)]
 
 
