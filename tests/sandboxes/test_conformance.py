@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Literal
 
 import pytest
+from stand_ins import ScriptPool
 
 from strop.sandboxes import (
     ExecResult,
@@ -34,7 +35,22 @@ from strop.sandboxes.tiers import obstacle
 LIMITS = Limits(memory=256 * MIB, processes=128, disk=64 * MIB, inodes=20000, timeout=20.0)
 
 
-@pytest.fixture(params=["local", "warm", "http", "bubblewrap"])
+#: What can't be known or done where there is nothing but a shell, as docs/how-to-sandboxes-elsewhere.md says.
+NOT_BY_SHELL = {
+    "test_a_command_comes_back_with_all_that_is_known",
+    "test_cpu_time_is_that_of_the_command",
+    "test_a_program_that_can_not_be_run_is_a_result_with_an_error",
+    "test_signals_are_told_from_exit_codes",
+    "test_users_are_taken_by_name_number_and_group",
+    "test_a_slow_reader_slows_the_command_and_loses_nothing",
+    "test_a_snapshot_holds_files_and_its_children_part_ways",
+    "test_forks_begin_with_the_files_of_their_parent",
+    "test_a_long_chain_of_snapshots_is_flattened_and_stays_right",
+    "test_a_pause_stops_everything_and_a_snapshot_may_be_taken_meanwhile",
+}
+
+
+@pytest.fixture(params=["local", "warm", "http", "bubblewrap", "shell"])
 async def pool(request: pytest.FixtureRequest, host_image: Image) -> AsyncIterator[SandboxPool]:
     image = replace(host_image, env={**host_image.env, "FROM_IMAGE": "1"}, cwd="/tmp")
     weak = bool(find_roots().missing)  # an ordinary user's: see test_tiers.py
@@ -50,6 +66,14 @@ async def pool(request: pytest.FixtureRequest, host_image: Image) -> AsyncIterat
         assert serving.done()
         return
     tier: Tier | Literal["auto"] = "auto"
+    if request.param == "shell":
+        if request.node.originalname in NOT_BY_SHELL:
+            pytest.skip("not over a shell alone")
+        async with LocalPool(host_image, allow_weak=weak) as machine:
+            env = {"HOME": "/root", "FROM_IMAGE": "1"}
+            async with ScriptPool(machine, limits=LIMITS, env=env, cwd="/tmp") as scripted:
+                yield scripted
+        return
     if request.param == "bubblewrap":
         tier = "bubblewrap"
         if (lack := obstacle(tier)) is not None:

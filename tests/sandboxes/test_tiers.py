@@ -102,6 +102,7 @@ async def test_without_control_groups_each_process_has_the_limits(
         script = "import os,time\nn=0\ntry:\n while 1:\n  if os.fork()==0: time.sleep(5); os._exit(0)\n  n+=1\nexcept OSError: print(n)"
         assert int((await box.exec(["python3", "-c", script], kill_leftovers=True)).text) < 20
         await box.start("while :; do echo x >> /count; sleep 0.01; done")
+        await box.exec("while [ ! -s /count ]; do sleep 0.02; done")
         await box.pause()
         before = await box.get("/count")
         assert await box.get("/count") == before

@@ -4,7 +4,7 @@
         sandbox = await pool.create()
         print((await sandbox.exec("echo hi")).text)
 
-`LocalPool` is this machine's own kernel; `BlockingPool` is the same without async; `strop.sandboxes.server` and
+`LocalPool` is this machine's own kernel, `make_sandboxes` chooses between it and other systems; `BlockingPool` is the same without async; `strop.sandboxes.server` and
 `strop.sandboxes.client` carry it over HTTP. `probe()` says what this machine can do and what it lacks.
 """
 
@@ -16,6 +16,7 @@ from strop.sandboxes.blocking import BlockingPool, BlockingSandbox
 from strop.sandboxes.cgroups import remove_stale
 from strop.sandboxes.errors import (
     FileProblem,
+    NotOffered,
     ResourceExhausted,
     SandboxDead,
     SandboxesUnavailable,
@@ -43,15 +44,20 @@ from strop.sandboxes.tiers import TIERS, Lack, Tier
 
 if TYPE_CHECKING:
     from strop.sandboxes.client import RemotePool
+    from strop.sandboxes.registry import make_sandboxes
     from strop.sandboxes.server import serve
 
 
 def __getattr__(name: str) -> Any:
-    """What needs an HTTP library is loaded when it is asked for."""
+    """What needs a library for HTTP or settings is loaded when it is asked for."""
     if name == "RemotePool":
         from strop.sandboxes.client import RemotePool
 
         return RemotePool
+    if name == "make_sandboxes":
+        from strop.sandboxes.registry import make_sandboxes
+
+        return make_sandboxes
     if name == "serve":
         from strop.sandboxes.server import serve
 
@@ -74,6 +80,7 @@ __all__ = [
     "LocalPool",
     "LocalSandbox",
     "LocalSnapshot",
+    "NotOffered",
     "Process",
     "PythonSession",
     "RemotePool",
@@ -88,6 +95,7 @@ __all__ = [
     "ShellSession",
     "Snapshot",
     "Tier",
+    "make_sandboxes",
     "probe",
     "remove_stale",
     "serve",

@@ -36,6 +36,10 @@ class SandboxesUnavailable(StropError):
     """This machine can't run the sandboxes that were asked for. Says what is missing and how to mend it."""
 
 
+class NotOffered(StropError):
+    """Something that the sandboxes of another system can't do, or a limit that they don't have."""
+
+
 class FileProblem(StropError):
     """A file of a sandbox can't be read or written.
 

@@ -189,7 +189,7 @@ def _member(entry: _Entry) -> tarfile.TarInfo:
     return member
 
 
-def _checked(member: tarfile.TarInfo, path: str) -> tarfile.TarInfo | None:
+def checked_member(member: tarfile.TarInfo, path: str) -> tarfile.TarInfo | None:
     """The member as tarfile's data filter leaves it, in a folder that does not exist here."""
     try:
         return tarfile.data_filter(member, "/nonexistent-root")
@@ -204,7 +204,7 @@ async def write_tree(sandbox: LocalSandbox, path: str, archive: bytes, user: str
     try:
         with tarfile.open(fileobj=io.BytesIO(archive)) as opened:
             for original in opened:
-                member = _checked(original, path)
+                member = checked_member(original, path)
                 if member is not None:
                     _append(stream, opened, member)
     except tarfile.TarError as error:

@@ -169,15 +169,15 @@ def _cut_shell_answer(buffer: bytearray) -> bytes | None:
 class Shell:
     """A persistent bash; see the protocol `ShellSession`."""
 
-    def __init__(self, sandbox: LocalSandbox) -> None:
+    def __init__(self, sandbox: Any, channel: Callable[..., Any]) -> None:
         self.cwd = "/"
         self._sandbox = sandbox
-        self._channel = Channel(sandbox, ("bash", "--norc", "--noprofile", "-c", _SHELL), _cut_shell_answer)
+        self._channel = channel(sandbox, ("bash", "--norc", "--noprofile", "-c", _SHELL), _cut_shell_answer)
 
     @classmethod
-    async def open(cls, sandbox: LocalSandbox) -> Shell:
-        """Start one."""
-        shell = cls(sandbox)
+    async def open(cls, sandbox: Any, channel: Callable[..., Any] = Channel) -> Shell:
+        """Start one, over the kind of channel that the sandbox has."""
+        shell = cls(sandbox, channel)
         await shell._channel.start()
         return shell
 
@@ -225,20 +225,20 @@ def _cut_frame(buffer: bytearray) -> bytes | None:
 class PythonCells:
     """A running Python; see the protocol `PythonSession`."""
 
-    def __init__(self, sandbox: LocalSandbox, preload: Sequence[str]) -> None:
+    def __init__(self, sandbox: Any, preload: Sequence[str], channel: Callable[..., Any]) -> None:
         self._sandbox = sandbox
         source = Path(__file__).with_name("cell_runner.py").read_text()
         command = ("python3", "-u", "-c", source, json.dumps(list(preload)))
-        self._channel = Channel(sandbox, command, _cut_frame)
+        self._channel = channel(sandbox, command, _cut_frame)
 
     @classmethod
-    async def open(cls, sandbox: LocalSandbox, preload: Sequence[str]) -> PythonCells:
-        """Start one and wait until it has imported.
+    async def open(cls, sandbox: Any, preload: Sequence[str], channel: Callable[..., Any] = Channel) -> PythonCells:
+        """Start one, over the kind of channel that the sandbox has, and wait until it has imported.
 
         Raises:
             SandboxFailure: the image has no python3, or a module of `preload` can't be imported.
         """
-        cells = cls(sandbox, preload)
+        cells = cls(sandbox, preload, channel)
         await cells._start()
         return cells
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from strop.sandboxes.images import Image
 from strop.sandboxes.pool import LocalPool
+from strop.sandboxes.sandbox import SandboxPool
 
 
 class _Users:
@@ -17,23 +18,29 @@ class _Users:
 
     def __init__(self) -> None:
         self.lock = asyncio.Lock()
-        self.pool: LocalPool | None = None
+        self.pool: SandboxPool | None = None
         self.count = 0
 
 
 class SharedPool:
-    """Opens a `LocalPool` for its first user and closes it after its last; one for each event loop.
+    """Opens a pool for its first user and closes it after its last; one for each event loop.
 
     Args:
-        image: makes the root file system, when first needed.
+        image: makes the root file system, when first needed; None where the pool has its own.
+        make: makes the pool of it; a `LocalPool` if None.
         options: of the pool.
     """
 
-    def __init__(self, image: Callable[[], Image], **options: Any) -> None:
-        self._image, self._options = image, options
+    def __init__(
+        self,
+        image: Callable[[], Image] | None,
+        make: Callable[..., SandboxPool] | None = None,
+        **options: Any,
+    ) -> None:
+        self._image, self._make, self._options = image, make or LocalPool, options
         self._users: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Users] = weakref.WeakKeyDictionary()
 
-    async def acquire(self) -> LocalPool:
+    async def acquire(self) -> SandboxPool:
         """The pool; every call needs one `release`.
 
         Raises:
@@ -42,8 +49,10 @@ class SharedPool:
         users = self._users.setdefault(asyncio.get_running_loop(), _Users())
         async with users.lock:
             if users.pool is None:
-                pool = LocalPool(await asyncio.to_thread(self._image), **self._options)
-                await pool.start()
+                image = None if self._image is None else await asyncio.to_thread(self._image)
+                pool = self._make(image, **self._options)
+                if isinstance(pool, LocalPool):
+                    await pool.start()
                 users.pool = pool
             users.count += 1
             return users.pool
@@ -57,7 +66,7 @@ class SharedPool:
                 pool, users.pool = users.pool, None
                 await pool.close()
 
-    async def __aenter__(self) -> LocalPool:
+    async def __aenter__(self) -> SandboxPool:
         return await self.acquire()
 
     async def __aexit__(

@@ -14,11 +14,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from strop.config import parse_sandboxes
 from strop.environments.code.records import Problem, read_problems
 from strop.environments.environment import Environment, ProgramResult, Session, ToolOutcome
 from strop.errors import AttemptError, ConfigError
 from strop.rollouts import FailureKind, Rollout, Scored, Task, derive_seed, final_text
 from strop.sandboxes import FileProblem, Image, Limits, Sandbox, SandboxDead
+from strop.sandboxes.registry import LOCAL, from_settings
 from strop.sandboxes.shared import SharedPool
 
 _BLOCK = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL)
@@ -48,7 +50,8 @@ class Code(Environment):
         reward: "all" is 1 if every test passes, else 0; "share" is the share that passes.
         test_share: part of the problems that make the split "test"; which ones depends on their ids alone.
         seconds: that one call of the solution (or one run of a program) may take.
-        allow: folders of the host that sandboxes see, read-only.
+        allow: folders of the host that sandboxes of this machine see, read-only.
+        sandboxes: where code runs, if not in this machine's strongest sandboxes: the table `SandboxSettings`.
     """
 
     name = "code"
@@ -61,6 +64,7 @@ class Code(Environment):
         test_share: float = 0.2,
         seconds: float = 5.0,
         allow: Sequence[str] = ("/usr",),
+        sandboxes: dict[str, Any] | None = None,
     ) -> None:
         if not 0 <= test_share <= 1:
             raise ConfigError("environment.options.test_share", f"it is {test_share}", "A share from 0 to 1")
@@ -69,7 +73,9 @@ class Code(Environment):
         self.problems = {problem.id: problem for problem in read_problems(data)}
         self.tools, self.reward, self.seconds = tools, reward, seconds
         limits = Limits(memory=512 << 20, processes=64, disk=64 << 20, timeout=30.0)
-        self.pool = SharedPool(lambda: Image.host(allow), limits=limits)
+        settings = parse_sandboxes(sandboxes or {})
+        image = (lambda: Image.host(allow)) if settings.kind in LOCAL else None
+        self.pool = SharedPool(image, lambda found: from_settings(settings, found, limits))
         self._splits: dict[str, list[Task]] = {"train": [], "test": []}
         for problem in self.problems.values():
             is_test = derive_seed("split", problem.id) % 10_000 < test_share * 10_000
