@@ -38,6 +38,7 @@ REQUIRED = ("torch", "transformers", "tokenizers", "safetensors", "renderers", "
 #: Optional packages: (module, extra, what it is for).
 EXTRAS = (
     ("peft", "lora", "low-rank adapters"),
+    ("bitsandbytes", "low-memory", "optimizer moments in 8 bits"),
     ("reasoning_gym", "reasoning-gym", "the tasks of reasoning-gym"),
     ("tensorboard", "tensorboard", "curves in TensorBoard"),
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -85,6 +85,26 @@ class FinishReason(StrEnum):
     LENGTH = "length"  # max_tokens or the context was reached: truncated
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertChoices:
+    """Which experts of a mixture-of-experts model were chosen at the places that led to some tokens.
+
+    Attributes:
+        layers: number of sparse layers.
+        per_token: experts that compute a token in each.
+        ids: (tokens, layers, per_token) little-endian int16, row by row; -1 where the choice is not known.
+    """
+
+    layers: int
+    per_token: int
+    ids: bytes
+
+    def last(self, tokens: int) -> ExpertChoices:
+        """Those that led to the last so many tokens."""
+        size = 2 * self.layers * self.per_token
+        return replace(self, ids=self.ids[len(self.ids) - tokens * size :])
+
+
 @dataclass(slots=True)
 class ModelCall:
     """One call of the model: a node of the rollout's graph.
@@ -99,6 +119,8 @@ class ModelCall:
         finish_reason: why it ended.
         cached: how many tokens of the whole prompt needed no prefill.
         started, ended: seconds on the run's monotonic clock.
+        experts: what the sampler's routers chose at the place before each token, prompt and sampled; None for a model
+            without experts.
     """
 
     parent: int | None
@@ -110,6 +132,7 @@ class ModelCall:
     cached: int = 0
     started: float = 0.0
     ended: float = 0.0
+    experts: ExpertChoices | None = None
 
     def __post_init__(self) -> None:
         if not len(self.tokens) == len(self.logprobs) == len(self.versions):

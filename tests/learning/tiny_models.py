@@ -33,12 +33,61 @@ OTHERS = {
     ),
     "mistral with a window": lambda: transformers.MistralConfig(**SIZES, sliding_window=8),
 }
+_SPARSE = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 512,
+    "intermediate_size": 24,
+    "moe_intermediate_size": 24,
+    "num_experts_per_tok": 2,
+}
+#: Mixtures of eight experts, two of which compute a token: softmax and sigmoid routers, groups of experts, biases,
+#: shared experts, dense first layers, sliding windows, latent attention and state-space layers among them.
+EXPERTS = {
+    "qwen3 moe": lambda: transformers.Qwen3MoeConfig(**_SPARSE, num_experts=8, num_hidden_layers=2, head_dim=8),
+    "gpt-oss": lambda: transformers.GptOssConfig(
+        **_SPARSE,
+        num_local_experts=8,
+        num_hidden_layers=2,
+        head_dim=8,
+        sliding_window=8,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    ),
+    "deepseek v3": lambda: transformers.DeepseekV3Config(
+        **_SPARSE,
+        n_routed_experts=8,
+        n_shared_experts=1,
+        n_group=2,
+        topk_group=1,
+        num_hidden_layers=3,
+        first_k_dense_replace=1,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+    ),
+    "nemotron-h": lambda: transformers.NemotronHConfig(
+        **_SPARSE,
+        moe_shared_expert_intermediate_size=24,
+        n_routed_experts=8,
+        head_dim=8,
+        ssm_state_size=16,
+        mamba_num_heads=8,
+        mamba_head_dim=8,
+        n_groups=2,
+        chunk_size=16,
+        layers_block_type=["linear_attention", "moe", "full_attention", "moe"],
+    ),
+}
 
 
 def model(family: str, seed: int = 0, scale: float = 4.0) -> transformers.PreTrainedModel:
     """A random model whose distributions are far from uniform."""
     torch.manual_seed(seed)
-    made = transformers.AutoModelForCausalLM.from_config({**FUSED, **OTHERS}[family]()).eval()
+    made = transformers.AutoModelForCausalLM.from_config({**FUSED, **OTHERS, **EXPERTS}[family]()).eval()
     with torch.no_grad():
         for parameter in made.parameters():
             if parameter.dim() > 1:

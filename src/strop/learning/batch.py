@@ -33,6 +33,8 @@ class Batch:
         groups: (sequences,) int64 number of the group each belongs to; sequences of a group are neighbours.
         rollouts: id of the rollout each sequence is a branch of.
         extras: further per-token values by name, (tokens, …) float32: "reference_logprobs", "proximal_logprobs" …
+        experts: (tokens, layers, per_token) int16, which experts the sampler's routers chose at the place that led to
+            each token; -1 where that is not known. None: nowhere.
 
     Raises:
         BatchError: lengths don't fit together, or a first token is trained.
@@ -47,9 +49,12 @@ class Batch:
     groups: NDArray[np.int64]
     rollouts: tuple[str, ...]
     extras: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
+    experts: NDArray[np.int16] | None = None
 
     def __post_init__(self) -> None:
         per_token = {name: getattr(self, name) for name in _PER_TOKEN} | dict(self.extras)
+        if self.experts is not None:
+            per_token["experts"] = self.experts
         wrong = {name: len(array) for name, array in per_token.items() if len(array) != self.lengths.sum()}
         if wrong:
             raise BatchError(
@@ -92,7 +97,7 @@ class Batch:
 
     def with_extras(self, **extras: NDArray[np.float32]) -> Batch:
         """The same batch carrying further per-token values."""
-        return Batch(**{name: getattr(self, name) for name in _ALL}, extras={**self.extras, **extras})
+        return replace(self, extras={**self.extras, **extras})
 
     def masked(self, mask: NDArray[np.bool_]) -> Batch:
         """The same tokens, of which only those in `mask`, (tokens,), are trained."""
@@ -102,6 +107,8 @@ class Batch:
         """Write to a NumPy `.npz` file, exactly and without pickling."""
         arrays: dict[str, Any] = {name: getattr(self, name) for name in (*_PER_TOKEN, "lengths", "groups")}
         arrays |= {f"extras.{name}": array for name, array in self.extras.items()}
+        if self.experts is not None:
+            arrays["experts"] = self.experts
         with path.open("wb") as file:
             np.savez(file, rollouts=np.frombuffer(json.dumps(self.rollouts).encode(), dtype=np.uint8), **arrays)
 
@@ -123,4 +130,3 @@ class Batch:
 
 
 _PER_TOKEN = ("tokens", "mask", "advantages", "sampler_logprobs", "versions")
-_ALL = (*_PER_TOKEN, "lengths", "groups", "rollouts")

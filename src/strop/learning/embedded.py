@@ -7,10 +7,10 @@ losses, weighted by the whole batch's counts, summed over micro-batches.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -24,27 +24,41 @@ from strop.learning.fused_pass import GradientOf
 from strop.learning.learner import Metrics
 from strop.learning.losses import Loss, Tokens
 from strop.learning.metrics import BatchMeter
-from strop.learning.microbatches import MicroBatch, split_batch
-from strop.learning.optimizer import MasterWeights
+from strop.learning.microbatches import MicroBatch, smallest_budget, split_batch
+from strop.learning.optimizer import MasterWeights, Moments
 from strop.learning.outputs import fused_outputs, module_outputs, no_gradient, to_tensor
 from strop.learning.reference import ReferenceWeights
+from strop.learning.routing import LoadMeter, balance_loss, given_choices, real_places
+from strop.models.experts import Routing
+from strop.models.lora import adapter_of, write_adapter
+from strop.models.passes import Pass, running
 from strop.models.policy import Policy
 from strop.models.save import write_model
 
 STATE_FILE = "learner.safetensors"
+
+T = TypeVar("T")
 
 
 class EmbeddedLearner:
     """Trains a policy in this process. See `strop.learning.Learner`.
 
     Args:
-        policy: what is trained. Weights that don't require a gradient stay as they are (adapters).
+        policy: what is trained. Weights that don't require a gradient stay as they are.
         tokenizer: saved beside the weights.
         masters: fp32 values by HF parameter name, taken from the model before the policy rounded it; None starts from
             the policy's own.
         tokens_per_micro_batch: most tokens that are computed at once.
         weight_decay, betas, epsilon: of AdamW.
         max_grad_norm: the gradient is scaled down to this norm.
+        adapter: the one of the policy's adapters that is trained, each by a learner of its own; None: the only one.
+        recompute: keep only the layers' inputs for the backward pass, and compute each layer again.
+        replay_experts: have routers choose what the sampler's chose, where a batch says so.
+        balance: weight of the routers' balance loss (`strop.learning.routing.balance_loss`).
+        moments: how the optimizer keeps its moments.
+
+    Raises:
+        ModelError: there is no such adapter, or several to choose from; or the model's layers can't be recomputed.
     """
 
     def __init__(
@@ -58,10 +72,26 @@ class EmbeddedLearner:
         betas: tuple[float, float] = (0.9, 0.999),
         epsilon: float = 1e-8,
         max_grad_norm: float = 1.0,
+        adapter: str | None = None,
+        recompute: bool = False,
+        replay_experts: bool = True,
+        balance: float = 0.0,
+        moments: Moments = "float32",
     ) -> None:
+        if recompute and not policy.recomputes:
+            raise ModelError(
+                f"{type(policy.model).__name__} has no layers that can be computed again: leave out "
+                "learner.activation_checkpointing"
+            )
         self.policy, self.tokenizer = policy, tokenizer
         self.budget, self.max_grad_norm = tokens_per_micro_batch, max_grad_norm
-        self.masters = MasterWeights(policy.weights, masters, weight_decay=weight_decay, betas=betas, epsilon=epsilon)
+        self.adapter = _trained_adapter(policy, adapter)
+        trained = [w for w in policy.weights if adapter_of(w.name) == (self.adapter or None)]
+        self.masters = MasterWeights(
+            trained, masters, weight_decay=weight_decay, betas=betas, epsilon=epsilon, moments=moments
+        )
+        self.recompute, self.replay_experts, self.balance = recompute, replay_experts, balance
+        self._splits = 0
         self._anchor = torch.zeros((), device=policy.device, requires_grad=True)
         self._has_gradient = False
         self._reference: ReferenceWeights | None = None
@@ -75,6 +105,9 @@ class EmbeddedLearner:
         """See `Learner`."""
         metrics = self._pass(batch, loss, temperature, learns=True)
         self._has_gradient = self._has_gradient or not metrics.get("skipped")
+        if self._splits:
+            metrics |= {"memory_splits": float(self._splits), "tokens_per_micro_batch": float(self.budget)}
+            self._splits = 0
         return metrics
 
     def measure(self, batch: Batch, loss: Loss, temperature: float = 1.0) -> Metrics:
@@ -91,24 +124,90 @@ class EmbeddedLearner:
         weights = [token_weights(counts, part.aggregation, part.constant) for _, _, part in loss.components]
         passed_over = learns and loss.scales_with_advantage
         chosen = np.flatnonzero(_with_gradient(batch) if passed_over else counts > 0)
-        meter = BatchMeter(loss)
         if not len(chosen):
             return {"skipped": 1.0, "loss": 0.0, "tokens_trained": 0.0, "tokens_computed": 0.0}
-        with self._guarded():
+
+        def attempt() -> Metrics:
+            meter, load = BatchMeter(loss), LoadMeter(self.policy.experts) if self.policy.experts else None
             for part in self._split(batch, chosen, loss.compares_sequences):
-                tokens = self._tokens(batch, part, self._part_logprobs(part, temperature))
-                total = tokens.logprobs.new_zeros(())
-                for (name, weight, component), by_sequence in zip(loss.components, weights, strict=True):
-                    losses, metrics = component(tokens)
-                    share = self._tensor(by_sequence[part.sequences].astype(np.float32))[tokens.sequence]
-                    contribution = (losses * share).sum()
-                    meter.component(name, contribution, metrics, component.by_sequence)
-                    total = total + weight * contribution
-                if learns:
-                    total.backward()  # type: ignore[no-untyped-call]
-                    self.masters.take_gradients()
-                meter.part(part, tokens)
-        return meter.result() | {"learner_seconds": time.monotonic() - started}
+                with self._running(batch, part) as routing:
+                    tokens = self._tokens(batch, part, self._part_logprobs(part, temperature))
+                    total = tokens.logprobs.new_zeros(())
+                    for (name, weight, component), by_sequence in zip(loss.components, weights, strict=True):
+                        losses, metrics = component(tokens)
+                        share = self._tensor(by_sequence[part.sequences].astype(np.float32))[tokens.sequence]
+                        contribution = (losses * share).sum()
+                        meter.component(name, contribution, metrics, component.by_sequence)
+                        total = total + weight * contribution
+                    if routing and load:
+                        total = total + self._routed(routing, load, part, len(chosen))
+                    if learns:
+                        total.backward()  # type: ignore[no-untyped-call]
+                        self.masters.take_gradients()
+                    meter.part(part, tokens)
+            return meter.result() | (load.result() if load else {})
+
+        metrics = self._within_memory(attempt, batch, chosen, loss.compares_sequences)
+        return metrics | {"learner_seconds": time.monotonic() - started}
+
+    @contextmanager
+    def _running(self, batch: Batch, part: MicroBatch) -> Iterator[Routing | None]:
+        """The settings of a pass over a micro-batch; gives what records its routing."""
+        layout, routing = self.policy.experts, None
+        if layout:
+            given = given_choices(batch, part, layout, self.policy.device) if self.replay_experts else None
+            routing = Routing(given, keep_scores=self.balance > 0)
+        settings = Pass(
+            adapter=self.adapter,
+            routing=routing,
+            recompute=self.recompute,
+            gradient_of=self.masters.gradient_of,
+        )
+        with running(settings):
+            yield routing
+
+    def _routed(self, routing: Routing, load: LoadMeter, part: MicroBatch, sequences: int) -> Tensor | float:
+        """Measure a micro-batch's routing; its share of the balance loss, which is the mean over the batch's sequences."""
+        real = real_places(part, self.policy.device)
+        load.add(routing, real)
+        if not self.balance:
+            return 0.0
+        contribution = balance_loss(routing, real).sum() / sequences
+        load.balance += float(contribution.detach())
+        return self.balance * contribution
+
+    def _within_memory(
+        self, attempt: Callable[[], T], batch: Batch, chosen: NDArray[np.int64], whole_groups: bool = False
+    ) -> T:
+        """Do something that goes through a batch; each time memory runs out, undo it and do it again in half the parts.
+
+        Raises:
+            BatchError: memory runs out for the smallest parts that there can be.
+        """
+        before = self.masters.gradient.clone() if self._has_gradient else None
+        while True:
+            with self._guarded():
+                try:
+                    return attempt()
+                except Exception as error:
+                    if not _out_of_memory(error):
+                        raise
+                    smallest = smallest_budget(batch, chosen, shared=self._shared, whole_groups=whole_groups)
+                    if self.budget <= smallest:
+                        raise
+            self._undo(before)
+            self.budget = max(self.budget // 2, smallest)
+            self._splits += 1
+
+    def _undo(self, before: Tensor | None) -> None:
+        """Take back what a broken pass left behind."""
+        for weight in self.masters.weights:
+            weight.tensor.grad = None
+        self.masters.gradient.zero_()
+        if before is not None:
+            self.masters.gradient.copy_(before)
+        if self.policy.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _check_head(self, loss: Loss) -> None:
         there = "values" if self.policy.gives_values else "logprobs"
@@ -147,24 +246,35 @@ class EmbeddedLearner:
         return self._logprobs(batch, temperature, None)
 
     def _logprobs(self, batch: Batch, temperature: float, reference: ReferenceWeights | None) -> NDArray[np.float32]:
-        result = np.zeros(len(batch.tokens), dtype=np.float32)
-        with self._guarded(), torch.no_grad():
-            for part in self._split(batch, np.flatnonzero(batch.trained_counts)):
-                result[part.trained] = self._part_logprobs(part, temperature, reference).cpu().numpy()
-        return result
+        chosen = np.flatnonzero(batch.trained_counts)
+
+        def attempt() -> NDArray[np.float32]:
+            result = np.zeros(len(batch.tokens), dtype=np.float32)
+            for part in self._split(batch, chosen):
+                with self._running(batch, part):
+                    result[part.trained] = self._part_logprobs(part, temperature, reference).cpu().numpy()
+            return result
+
+        with torch.no_grad():
+            return self._within_memory(attempt, batch, chosen)
+
+    @property
+    def _shared(self) -> bool:
+        """Whether common prefixes are computed once."""
+        return self.policy.decoder is not None
 
     def _split(self, batch: Batch, chosen: NDArray[np.int64], whole_groups: bool = False) -> list[MicroBatch]:
-        shared = self.policy.decoder is not None
-        return split_batch(batch, self.budget, chosen, shared=shared, whole_groups=whole_groups)
+        return split_batch(batch, self.budget, chosen, shared=self._shared, whole_groups=whole_groups)
 
     def _part_logprobs(self, part: MicroBatch, temperature: float, reference: ReferenceWeights | None = None) -> Tensor:
         """(trained,) log-probabilities, under the present weights or (without a gradient) a reference's."""
         decoder = self.policy.decoder
+        gradient_of: GradientOf = no_gradient if reference else self.masters.gradient_of
         if decoder is None:
-            return module_outputs(self.policy, part, temperature, reference.named() if reference else None)
-        gradient_of: GradientOf = self.masters.gradient_of
+            named = reference.named() if reference else None
+            return module_outputs(self.policy, part, temperature, gradient_of, named)
         if reference:
-            decoder, gradient_of = reference.decoder(decoder), no_gradient
+            decoder = reference.decoder(decoder)
         return fused_outputs(self.policy, decoder, part, temperature, self._anchor, gradient_of)
 
     def _tokens(self, batch: Batch, part: MicroBatch, logprobs: Tensor) -> Tokens:
@@ -190,8 +300,9 @@ class EmbeddedLearner:
             self._has_gradient = False
             if _out_of_memory(error):
                 raise BatchError(
-                    f"the learner ran out of memory with learner.tokens_per_micro_batch = {self.budget}. Halve it, or "
-                    "make attempts shorter (agent.max_tokens, sampler.max_context)."
+                    f"the learner ran out of memory with micro-batches of {self.budget} tokens, and a batch can't be "
+                    "split further than into single sequences. Set learner.activation_checkpointing = true, or make "
+                    "attempts shorter (agent.max_tokens, sampler.max_context)."
                 ) from error
             raise
 
@@ -214,7 +325,11 @@ class EmbeddedLearner:
         state = self.masters.state()
         if self._reference is not None:
             state["reference"] = self._reference.flat
-        if self.policy.decoder is None:  # names in files may differ from the module's, or adapters alone are saved
+        if self.adapter:
+            state["masters"] = self.masters.values
+            write_adapter(folder, self.policy.model, self.adapter, self.masters.named_values())
+            self.tokenizer.save_pretrained(folder)
+        elif self.policy.decoder is None:  # names in files may differ from the module's
             state["masters"] = self.masters.values
             write_model(folder, self.policy.model, self.tokenizer, self._whole_state())
         else:
@@ -249,6 +364,17 @@ class EmbeddedLearner:
         self._reference = None if reference is None else ReferenceWeights(self.masters.weights, reference)
         self._has_gradient = False
         self.policy.publish(self.masters.write_weights, version=version, allow_unchanged=True)
+
+
+def _trained_adapter(policy: Policy, asked: str | None) -> str:
+    """The adapter to train; "" where the policy has none."""
+    names = policy.adapters
+    if asked is None and len(names) <= 1:
+        return policy.adapter
+    if asked not in names:
+        wrong = "none was named" if asked is None else f"there is no adapter {asked!r}"
+        raise ModelError(f"{wrong}: the policy's are {', '.join(names) or 'none'}. Name the one that is to be trained.")
+    return asked
 
 
 def _with_gradient(batch: Batch) -> NDArray[np.bool_]:

@@ -22,13 +22,19 @@ CHUNK = 1 << 20
 class TokenLogprobs(Function):
     """Log-probabilities of (row, token) pairs; several pairs may share a row.
 
-    Arguments: hidden (rows, hidden) after the final norm; weight (vocab, hidden) and its fp32 gradient buffer; rows
-    (pairs,) ascending; tokens (pairs,); the temperature that divides the logits.
+    Arguments: hidden (rows, hidden) after the final norm; weight (vocab, hidden) and its fp32 gradient buffer, None
+    for a frozen one; rows (pairs,) ascending; tokens (pairs,); the temperature that divides the logits.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, gradient: Tensor, rows: Tensor, tokens: Tensor, temperature: float
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        gradient: Tensor | None,
+        rows: Tensor,
+        tokens: Tensor,
+        temperature: float,
     ) -> Tensor:
         """(pairs,) fp32."""
         chosen = torch.empty(len(rows), dtype=torch.float32, device=hidden.device)
@@ -63,7 +69,8 @@ class TokenLogprobs(Function):
                 scaled.index_put_((rows[pairs] - here.start, tokens[pairs]), upstream[pairs], accumulate=True)
                 slope[first:last] = scaled
             torch.mm(slope, weight, out=d_hidden[start:stop])
-            ctx.gradient.add_(slope.T @ hidden[start:stop])
+            if ctx.gradient is not None:
+                ctx.gradient.add_(slope.T @ hidden[start:stop])
         return d_hidden, None, None, None, None, None
 
 

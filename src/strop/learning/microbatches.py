@@ -75,6 +75,17 @@ def split_batch(
     return [_lay_out(batch, cut, sorted(part)) for part in parts]
 
 
+def smallest_budget(batch: Batch, chosen: Ints, *, shared: bool = True, whole_groups: bool = False) -> int:
+    """The smallest budget that `split_batch` would take; arguments as there."""
+    counts = batch.trained_counts
+    cut = {int(number): _predicting(batch, int(number)) for number in chosen if counts[number]}
+    size = partial(_shared_size, cut) if shared else partial(_padded_size, cut)
+    together: dict[int, list[int]] = {}
+    for number in cut:
+        together.setdefault(int(batch.groups[number]) if whole_groups else number, []).append(number)
+    return max((size(members) for members in together.values()), default=1)
+
+
 def _shared_size(cut: dict[int, NDArray[np.int32]], members: list[int]) -> int:
     """Number of tokens once common prefixes are shared."""
     return tree_size([cut[number] for number in members])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,43 +16,57 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
+from strop.learning.fused_pass import GradientOf
+from strop.learning.head import TokenLogprobs
 from strop.learning.microbatches import MicroBatch
+from strop.learning.operators import apply
 from strop.learning.prefix_tree import Ints
+from strop.models.lora import base_of
+from strop.models.passes import current, running
+from strop.models.policy import Policy
 
 
 def module_logprobs(
-    model: Any,
+    policy: Policy,
     part: MicroBatch,
-    *,
     temperature: float,
-    device: torch.device,
+    gradient_of: GradientOf,
     weights: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
     """Log-probability of every trained token under softmax(logits / temperature).
 
     Args:
-        model: called with `input_ids` and `attention_mask`; gives `.logits`.
+        policy: whose model is called with `input_ids` and `attention_mask`, and gives `.logits`.
         part: what to compute.
         temperature: divides the logits.
-        device: of the model.
+        gradient_of: buffer of the output layer's gradient; autograd's own are left in every other weight's `.grad`.
         weights: used in place of the model's own, by parameter name.
 
     Returns:
         (trained,) fp32, with a gradient where one is being recorded.
     """
+    device, model = policy.device, policy.model
     wanted, column = np.unique(_predicting(part), return_inverse=True)
-    inputs, keep = _inputs(part, device), torch.from_numpy(wanted).to(device)
-    narrow = "logits_to_keep" in inspect.signature(model.forward).parameters
+    inputs, keep = padded_inputs(part, device), torch.from_numpy(wanted).to(device)
+    narrow = "logits_to_keep" in inspect.signature(base_of(model).forward).parameters
     if narrow:
         inputs["logits_to_keep"] = keep
-    logits = _called(model, inputs, weights).logits
+    with running(replace(current(), headless=policy.head is not None)):
+        out = _called(model, inputs, weights).logits
     if not narrow:
-        logits = logits[:, keep]
+        out = out[:, keep]
     token = part.pair_tokens[part.pair]
     rows, columns, targets = (torch.from_numpy(a.reshape(-1)).to(device) for a in (part.sequence, column, token))
-    chosen = logits[rows, columns].float() / temperature  # (trained, vocab)
-    logprobs: Tensor = chosen.log_softmax(-1).gather(1, targets[:, None]).squeeze(1)
-    return logprobs
+    out = out[rows, columns]
+    if policy.head is None:
+        chosen = out.float() / temperature  # (trained, vocab)
+        logprobs: Tensor = chosen.log_softmax(-1).gather(1, targets[:, None]).squeeze(1)
+        return logprobs
+    own = policy.head.weight
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    head = (weights or {}).get(names[id(own)], own).detach()
+    every = torch.arange(len(out), device=device)
+    return apply(TokenLogprobs, out.to(head.dtype), head, gradient_of(own), every, targets, temperature)
 
 
 def module_values(
@@ -61,7 +76,7 @@ def module_values(
     outputs: dict[str, Tensor] = {}
     hook = model.score.register_forward_hook(lambda _, __, result: outputs.update(values=result))
     try:  # the model's own output is of one place only, which it finds by the id of the padding token
-        _called(model, _inputs(part, device), weights)
+        _called(model, padded_inputs(part, device), weights)
     finally:
         hook.remove()
     rows, columns = (torch.from_numpy(a.reshape(-1)).to(device) for a in (part.sequence, _predicting(part)))
@@ -74,7 +89,7 @@ def _predicting(part: MicroBatch) -> Ints:
     return places
 
 
-def _inputs(part: MicroBatch, device: torch.device) -> dict[str, Any]:
+def padded_inputs(part: MicroBatch, device: torch.device) -> dict[str, Any]:
     """The sequences padded to one length."""
     paths = part.tree.paths
     lengths = [len(path) for path in paths]

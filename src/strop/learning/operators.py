@@ -1,7 +1,7 @@
 """The differentiable pieces of a fused decoder, each with a backward written by hand.
 
 Weights take no part in autograd: every piece adds their gradients to fp32 buffers that it is given, so that bf16
-compute accumulates in fp32 over micro-batches. Activations stay in the compute dtype, reductions run in fp32.
+compute accumulates in fp32 over micro-batches. A frozen weight has no buffer, and costs no gradient. Activations stay in the compute dtype, reductions run in fp32.
 How the pieces make a decoder is in `fused_pass`; attention, in `tree_attention`; the head, in `head`.
 """
 
@@ -27,7 +27,7 @@ class Embedding(Function):
     """Rows of an embedding. Arguments: weight (vocab, hidden), tokens (n,), gradient buffer."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, weight: Tensor, tokens: Tensor, gradient: Tensor) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, weight: Tensor, tokens: Tensor, gradient: Tensor | None) -> Tensor:
         """`anchor` is any tensor that requires a gradient: it makes autograd call `backward`."""
         ctx.save_for_backward(tokens)
         ctx.gradient = gradient
@@ -38,7 +38,8 @@ class Embedding(Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[None, ...]:
         """Adds to the rows that were looked up."""
         (tokens,) = ctx.saved_tensors
-        ctx.gradient.index_add_(0, tokens, upstream.to(ctx.gradient.dtype))
+        if ctx.gradient is not None:
+            ctx.gradient.index_add_(0, tokens, upstream.to(ctx.gradient.dtype))
         return None, None, None, None
 
 
@@ -47,7 +48,7 @@ class Linear(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gradient: Tensor, bias_gradient: Tensor | None
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gradient: Tensor | None, bias_gradient: Tensor | None
     ) -> Tensor:
         """(n, out)."""
         ctx.save_for_backward(x, weight)
@@ -75,10 +76,10 @@ class NormedLinear(Function):
         x: Tensor,
         scale: Tensor,
         epsilon: float,
-        scale_gradient: Tensor,
+        scale_gradient: Tensor | None,
         weight: Tensor,
         bias: Tensor | None,
-        gradient: Tensor,
+        gradient: Tensor | None,
         bias_gradient: Tensor | None,
     ) -> Tensor:
         """(n, out)."""
@@ -91,7 +92,8 @@ class NormedLinear(Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         """Normalises again, which costs a hundredth of the matrix products."""
         x, scale, weight = ctx.saved_tensors
-        _add_gradients(upstream, functional.rms_norm(x, (x.shape[-1],), scale, ctx.epsilon), *ctx.gradients)
+        if ctx.gradients != (None, None):
+            _add_gradients(upstream, functional.rms_norm(x, (x.shape[-1],), scale, ctx.epsilon), *ctx.gradients)
         dx = _norm_backward(x, scale, ctx.epsilon, ctx.scale_gradient, upstream @ weight)
         return dx, None, None, None, None, None, None, None
 
@@ -104,7 +106,12 @@ class GatedLinear(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, gate_up: Tensor, weight: Tensor, bias: Tensor | None, gradient: Tensor, bias_gradient: Tensor | None
+        ctx: Any,
+        gate_up: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        gradient: Tensor | None,
+        bias_gradient: Tensor | None,
     ) -> Tensor:
         """(n, out)."""
         ctx.save_for_backward(gate_up, weight)
@@ -128,8 +135,48 @@ class GatedLinear(Function):
         return out, None, None, None, None
 
 
-def _add_gradients(upstream: Tensor, x: Tensor, gradient: Tensor, bias_gradient: Tensor | None) -> None:
-    gradient.add_(upstream.T @ x)
+class LowRank(Function):
+    """scale · x aᵀ bᵀ, added to some columns of y. Hu et al. 2021, arXiv:2106.09685.
+
+    Arguments: y (n, out), which is written; x (n, in); a (rank, in), b (columns, rank), their gradient buffers; scale;
+    the slice of columns.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        y: Tensor,
+        x: Tensor,
+        a: Tensor,
+        b: Tensor,
+        a_gradient: Tensor | None,
+        b_gradient: Tensor | None,
+        scale: float,
+        columns: slice,
+    ) -> Tensor:
+        """(n, out): y itself."""
+        inner = functional.linear(x, a)
+        y[:, columns] += functional.linear(inner, b) * scale
+        ctx.mark_dirty(y)
+        ctx.save_for_backward(x, inner, a, b)
+        ctx.gradients, ctx.scale, ctx.columns = (a_gradient, b_gradient), scale, columns
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        """With dz = scale · dy: db += dzᵀ (x aᵀ); da += (dz b)ᵀ x; dx = dz b a."""
+        x, inner, a, b = ctx.saved_tensors
+        slope = upstream[:, ctx.columns] * ctx.scale
+        _add_gradients(slope, inner, ctx.gradients[1], None)
+        slope = slope @ b
+        _add_gradients(slope, x, ctx.gradients[0], None)
+        return upstream, slope @ a, None, None, None, None, None, None
+
+
+def _add_gradients(upstream: Tensor, x: Tensor, gradient: Tensor | None, bias_gradient: Tensor | None) -> None:
+    if gradient is not None:
+        gradient.add_(upstream.T @ x)
     if bias_gradient is not None:
         bias_gradient.add_(upstream.sum(0, dtype=bias_gradient.dtype))
 
@@ -138,7 +185,7 @@ class RMSNorm(Function):
     """x / rms(x) · w over the last dimension. Zhang & Sennrich 2019, arXiv:1910.07467, eq. 4."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float, gradient: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float, gradient: Tensor | None) -> Tensor:
         """Same shape as `x`."""
         ctx.save_for_backward(x, weight)
         ctx.epsilon, ctx.gradient = epsilon, gradient
@@ -152,7 +199,7 @@ class RMSNorm(Function):
         return _norm_backward(x, weight, ctx.epsilon, ctx.gradient, upstream), None, None, None
 
 
-def _norm_backward(x: Tensor, weight: Tensor, epsilon: float, gradient: Tensor, upstream: Tensor) -> Tensor:
+def _norm_backward(x: Tensor, weight: Tensor, epsilon: float, gradient: Tensor | None, upstream: Tensor) -> Tensor:
     """With x̂ = x / rms: dx = (w dy - x̂ mean(w dy x̂)) / rms; dw += Σ dy x̂. A few rows at a time stay in cache."""
     shape, width = x.shape, x.shape[-1]
     x, upstream = x.reshape(-1, width), upstream.reshape(-1, width)
@@ -163,7 +210,8 @@ def _norm_backward(x: Tensor, weight: Tensor, epsilon: float, gradient: Tensor, 
         normed, slope = (part[rows].to(torch.float32, copy=True) for part in (x, upstream))
         inverse = torch.linalg.vecdot(normed, normed).div_(width).add_(epsilon).rsqrt_().unsqueeze_(1)
         normed.mul_(inverse)
-        gradient.add_((normed * slope).sum(0))
+        if gradient is not None:
+            gradient.add_((normed * slope).sum(0))
         slope.mul_(scale)
         slope.addcmul_(normed, torch.linalg.vecdot(slope, normed).div_(-width).unsqueeze_(1))
         torch.mul(slope, inverse, out=out[rows])

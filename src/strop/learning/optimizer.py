@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from strop.errors import BatchError, ModelError
+from strop.errors import BatchError, ConfigError, ModelError
 from strop.models.fused import Weight
+
+#: How an optimizer keeps its moments.
+Moments = Literal["float32", "8bit"]
 
 
 class MasterWeights:
@@ -24,8 +28,11 @@ class MasterWeights:
         masters: fp32 values by HF parameter name, where the weights themselves are rounded already.
         weight_decay: decoupled decay of matrices; vectors (norms, biases) are not decayed.
         betas, epsilon: of AdamW. Loshchilov & Hutter 2017, arXiv:1711.05101, algorithm 2.
+        moments: "8bit" keeps the moments in blocks of 8-bit numbers (Dettmers et al. 2021, arXiv:2110.02861), through
+            bitsandbytes, in a quarter of the memory.
 
     Raises:
+        ConfigError: bitsandbytes is not installed, and `moments` asks for it.
         ModelError: nothing is to be trained, or `masters` lacks a parameter or has it in another shape.
     """
 
@@ -37,12 +44,13 @@ class MasterWeights:
         weight_decay: float,
         betas: tuple[float, float],
         epsilon: float,
+        moments: Moments = "float32",
     ) -> None:
         trained = [weight for weight in weights if weight.tensor.requires_grad]
         if not trained:
             raise ModelError("the model has no weights to train: every parameter is frozen.")
         self._options = {"betas": betas, "eps": epsilon}
-        self._decay = weight_decay
+        self._decay, self._moments = weight_decay, moments
         # Matrices first, so that what is decayed is one contiguous stretch of the buffers.
         self.weights = [w for w in trained if w.tensor.dim() > 1] + [w for w in trained if w.tensor.dim() <= 1]
         decayed = sum(w.tensor.numel() for w in self.weights if w.tensor.dim() > 1)
@@ -52,7 +60,6 @@ class MasterWeights:
         self._sizes = [size for size in (decayed, total - decayed) if size]
         self._decays = [decay for size, decay in ((decayed, weight_decay), (total - decayed, 0.0)) if size]
         self._gradients = {id(w.tensor): view for w, view in self._views(self.gradient)}
-        self._frozen = {id(w.tensor) for w in weights} - set(self._gradients)
         self.fill(masters)
         self.reset()
 
@@ -82,17 +89,20 @@ class MasterWeights:
         for parameter, gradient in zip(parts, torch.split(self.gradient, self._sizes), strict=True):
             parameter.grad = gradient
         groups = [{"params": [p], "weight_decay": decay} for p, decay in zip(parts, self._decays, strict=True)]
-        self._adamw = torch.optim.AdamW(groups, fused=True, **self._options)  # type: ignore[arg-type]
+        if self._moments == "8bit":
+            self._adamw: Any = _eight_bit_adamw()(groups, **self._options)
+        else:
+            self._adamw = torch.optim.AdamW(groups, fused=True, **self._options)  # type: ignore[arg-type]
 
-    def gradient_of(self, tensor: Tensor) -> Tensor:
-        """The fp32 buffer in which the gradient of a weight is summed up."""
-        return self._gradients[id(tensor)]
+    def gradient_of(self, tensor: Tensor) -> Tensor | None:
+        """The fp32 buffer in which the gradient of a weight is summed up; None for one that is not trained."""
+        return self._gradients.get(id(tensor))
 
     def take_gradients(self) -> None:
         """Move what autograd left in the weights' own `.grad` into the buffers."""
         for weight in self.weights:
             if weight.tensor.grad is not None:
-                self.gradient_of(weight.tensor).add_(weight.tensor.grad)
+                self._gradients[id(weight.tensor)].add_(weight.tensor.grad)
                 weight.tensor.grad = None
 
     def step(self, learning_rate: float, max_norm: float) -> dict[str, float]:
@@ -130,8 +140,11 @@ class MasterWeights:
 
     def state(self) -> dict[str, Tensor]:
         """Moments and step counts, flat; empty before the first step."""
-        state = self._adamw.state_dict()["state"]
-        return {f"{name}.{number}": tensor for number, entry in state.items() for name, tensor in entry.items()}
+        return {
+            f"{name}.{number}": torch.as_tensor(value)
+            for number, group in enumerate(self._adamw.param_groups)
+            for name, value in self._adamw.state[group["params"][0]].items()
+        }
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
         """Take back what `state` gave.
@@ -140,10 +153,31 @@ class MasterWeights:
             ModelError: it is of another model.
         """
         self.reset()
-        state: dict[int, dict[str, Tensor]] = {}
+        state: dict[int, dict[str, Any]] = {}
+        moments = ("state1", "state2") if self._moments == "8bit" else ("exp_avg", "exp_avg_sq")
+        beside = ("step", "qmap1", "qmap2", "absmax1", "absmax2") if self._moments == "8bit" else ("step",)
         for key, tensor in tensors.items():
             name, _, number = key.rpartition(".")
-            if name != "step" and (not number.isdigit() or [tensor.numel()] != self._sizes[int(number) :][:1]):
-                raise ModelError(f"the optimizer state {key} ({tuple(tensor.shape)}) is not of this model.")
-            state.setdefault(int(number), {})[name] = tensor
-        self._adamw.load_state_dict({**self._adamw.state_dict(), "state": state})
+            fits = number.isdigit() and [tensor.numel()] == self._sizes[int(number) :][:1]
+            if name not in beside and not (fits and name in moments):
+                raise ModelError(
+                    f"the optimizer state {key} ({tuple(tensor.shape)}) is not of this model, or not of moments kept as "
+                    f"{self._moments}."
+                )
+            eight_bit_step = name == "step" and self._moments == "8bit"  # a plain number there
+            state.setdefault(int(number), {})[name] = int(tensor) if eight_bit_step else tensor
+        if self._moments == "8bit":  # its own state_dict packs them in another way
+            for number, entry in state.items():
+                self._adamw.state[self._adamw.param_groups[number]["params"][0]] = entry
+        else:
+            self._adamw.load_state_dict({**self._adamw.state_dict(), "state": state})
+
+
+def _eight_bit_adamw() -> Any:
+    try:
+        from bitsandbytes.optim import AdamW8bit
+    except ImportError:
+        raise ConfigError(
+            "learner.moments", "8bit needs the package bitsandbytes", "Install it: pip install 'strop[low-memory]'"
+        ) from None
+    return AdamW8bit

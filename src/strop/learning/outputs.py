@@ -22,6 +22,7 @@ from strop.learning.module_pass import module_logprobs, module_values
 from strop.learning.operators import Linear, apply
 from strop.learning.tree_attention import plan_attention
 from strop.models.fused import Decoder
+from strop.models.passes import current
 from strop.models.policy import Policy
 
 
@@ -33,7 +34,7 @@ def fused_outputs(
     anchor: Tensor,
     gradient_of: GradientOf,
 ) -> Tensor:
-    """Outputs of a fused decoder.
+    """Outputs of a fused decoder, through the adapter and with the recomputing that the pass says.
 
     Args:
         policy: whose device and head are meant.
@@ -45,7 +46,7 @@ def fused_outputs(
     Returns:
         (trained,) fp32.
     """
-    tensor = partial(to_tensor, device=policy.device)
+    tensor, settings = partial(to_tensor, device=policy.device), current()
     hidden = hidden_states(
         decoder,
         tensor(part.tree.tokens),
@@ -54,6 +55,8 @@ def fused_outputs(
         tensor(part.rows),
         anchor,
         gradient_of,
+        policy.adapter if settings.adapter is None else settings.adapter,
+        settings.recompute,
     )
     pairs = tensor(part.pair_rows), tensor(part.pair_tokens)
     head, gradient = decoder.head.detach(), gradient_of(decoder.head)
@@ -64,11 +67,16 @@ def fused_outputs(
 
 
 def module_outputs(
-    policy: Policy, part: MicroBatch, temperature: float, weights: Mapping[str, Tensor] | None = None
+    policy: Policy,
+    part: MicroBatch,
+    temperature: float,
+    gradient_of: GradientOf,
+    weights: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
     """Outputs of any other model, through its own forward, with its own `weights` or others: (trained,) fp32."""
-    outputs = module_values if policy.gives_values else partial(module_logprobs, temperature=temperature)
-    return outputs(policy.model, part, device=policy.device, weights=weights)
+    if policy.gives_values:
+        return module_values(policy.model, part, device=policy.device, weights=weights)
+    return module_logprobs(policy, part, temperature, gradient_of, weights)
 
 
 def frozen_logprobs(policy: Policy, batch: Batch, temperature: float, budget: int) -> NDArray[np.float32]:
@@ -91,7 +99,7 @@ def frozen_logprobs(policy: Policy, batch: Batch, temperature: float, budget: in
     with torch.no_grad():
         for part in split_batch(batch, budget, np.flatnonzero(batch.trained_counts), shared=shared):
             if policy.decoder is None:
-                outputs = module_outputs(policy, part, temperature)
+                outputs = module_outputs(policy, part, temperature, no_gradient)
             else:
                 anchor = torch.zeros((), device=policy.device)
                 outputs = fused_outputs(policy, policy.decoder, part, temperature, anchor, no_gradient)
@@ -99,9 +107,8 @@ def frozen_logprobs(policy: Policy, batch: Batch, temperature: float, budget: in
     return result
 
 
-def no_gradient(weight: Tensor) -> Tensor:
-    """Stands where a gradient's buffer is asked for and none is written."""
-    return weight
+def no_gradient(weight: Tensor) -> None:
+    """Stands where a gradient's buffer is asked for and there is none."""
 
 
 def to_tensor(array: NDArray[Any], device: torch.device) -> Tensor:

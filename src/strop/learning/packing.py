@@ -10,11 +10,12 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 
 import numpy as np
+from numpy.typing import NDArray
 
 from strop.errors import BatchError
 from strop.learning.advantages import Advantage, Rewards
 from strop.learning.batch import Batch
-from strop.rollouts import Group, Rollout
+from strop.rollouts import ExpertChoices, Group, Rollout
 
 
 class _Rows:
@@ -29,6 +30,12 @@ class _Rows:
         self.lengths: list[int] = []
         self.groups: list[int] = []
         self.rollouts: list[str] = []
+        self.experts: dict[int, ExpertChoices] = {}  # by the place of the first token that they lead to
+
+    def chosen(self, experts: ExpertChoices | None) -> None:
+        """Which experts led to the tokens that follow."""
+        if experts is not None:
+            self.experts[len(self.tokens)] = experts
 
     def given(self, tokens: Sequence[int]) -> None:
         """Tokens that are read and not trained."""
@@ -65,7 +72,18 @@ class _Rows:
             lengths=np.array(self.lengths, dtype=np.int64),
             groups=np.array(self.groups, dtype=np.int64),
             rollouts=tuple(self.rollouts),
+            experts=self._experts(),
         )
+
+    def _experts(self) -> NDArray[np.int16] | None:
+        if not self.experts:
+            return None
+        one = next(iter(self.experts.values()))
+        found = np.full((len(self.tokens), one.layers, one.per_token), -1, dtype=np.int16)
+        for start, choices in self.experts.items():
+            ids = np.frombuffer(choices.ids, dtype="<i2").reshape(-1, one.layers, one.per_token)
+            found[start : start + len(ids)] = ids
+        return found
 
 
 def pack(
@@ -106,6 +124,7 @@ def _add_rollout(rows: _Rows, group: int, rollout: Rollout, advantage: float) ->
             continue
         for index in branch:
             call = rollout.calls[index]
+            rows.chosen(call.experts)
             rows.given(call.prompt)
             if index in trained:
                 rows.given(call.tokens)

@@ -24,10 +24,11 @@ class ReferenceWeights:
         self._weights = weights
         if flat is None:
             flat = torch.cat([weight.tensor.detach().reshape(-1) for weight in weights])
-        self.flat = flat.to(weights[0].tensor)
+        self.flat = flat.to(weights[0].tensor.device)
         parts = torch.split(self.flat, [weight.tensor.numel() for weight in weights])
         self._tensors = {
-            id(weight.tensor): part.view(weight.tensor.shape) for weight, part in zip(weights, parts, strict=True)
+            id(weight.tensor): part.view(weight.tensor.shape).to(weight.tensor.dtype)
+            for weight, part in zip(weights, parts, strict=True)
         }
 
     def decoder(self, decoder: Decoder) -> Decoder:
@@ -40,8 +41,18 @@ class ReferenceWeights:
             replace(layer, **{field.name: swapped(getattr(layer, field.name)) for field in fields(layer)})
             for layer in decoder.layers
         )
+        adapters = {
+            name: tuple(
+                {
+                    matrix: tuple(replace(part, a=swapped(part.a), b=swapped(part.b)) for part in parts)
+                    for matrix, parts in layer.items()
+                }
+                for layer in every
+            )
+            for name, every in decoder.adapters.items()
+        }
         outside = {name: swapped(getattr(decoder, name)) for name in ("embedding", "head", "final_norm")}
-        return replace(decoder, layers=layers, **outside)
+        return replace(decoder, layers=layers, adapters=adapters, **outside)
 
     def named(self) -> dict[str, Tensor]:
         """These weights by HF parameter name."""

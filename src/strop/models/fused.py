@@ -7,12 +7,14 @@ of it: one copy of the weights, fewer and larger matrix products, and the module
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from strop.models.lora import adapters_of, base_of
 
 #: transformers classes whose decoder layers have the layout that `DecoderLayer` describes.
 FUSED_FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
@@ -44,6 +46,32 @@ class Weight:
         for name, rows in self.parts:
             yield name, tensor[start : start + rows]
             start += rows
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """An adapter's update of one projection: scale · x aᵀ bᵀ, added to some columns of what a fused matrix gives.
+
+    Attributes:
+        a: (rank, in).
+        b: (out, rank).
+        scale: alpha / rank, or what else peft scales by.
+        start: the first of its columns.
+    """
+
+    a: Tensor
+    b: Tensor
+    scale: float
+    start: int
+
+    @property
+    def columns(self) -> slice:
+        """The columns it is added to."""
+        return slice(self.start, self.start + self.b.shape[0])
+
+
+#: A layer's updates by the name of the `DecoderLayer` matrix that they belong to.
+LayerUpdates = Mapping[str, tuple[LowRank, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +117,7 @@ class Decoder:
         head: (vocab, hidden), the same tensor as `embedding` where the two are tied; (1, hidden) of a reward model.
         layers: from first to last.
         final_norm: RMSNorm weight before the head.
+        adapters: by adapter, its updates of every layer.
     """
 
     hidden: int
@@ -105,6 +134,11 @@ class Decoder:
     head: Tensor
     layers: tuple[DecoderLayer, ...]
     final_norm: Tensor
+    adapters: Mapping[str, tuple[LayerUpdates, ...]] = field(default_factory=dict)
+
+    def updates(self, adapter: str) -> tuple[LayerUpdates, ...]:
+        """An adapter's updates of every layer; "" is the base alone, with none."""
+        return self.adapters[adapter] if adapter else ({},) * len(self.layers)
 
     def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin of `positions`, each (*positions.shape, head_dim), in the compute dtype, as HF computes them."""
@@ -116,15 +150,29 @@ class Decoder:
 
 def fusable(model: Any) -> bool:
     """Whether `model` is a decoder that `fuse` understands: family, activation, static rotary, full attention."""
+    adapted, model = bool(adapters_of(model)), base_of(model)
     if type(model).__name__ not in FUSED_MODELS or not type(model).__module__.startswith("transformers."):
         return False
     config = model.config
     parameters = dict(model.named_parameters())
-    plain = all(type(module) is nn.Linear for name, module in model.named_modules() if name.endswith("_proj"))
+    projections = [module for name, module in model.named_modules() if name.endswith("_proj")]
+    plain = all(type(module) is nn.Linear or (adapted and _plainly_adapted(module)) for module in projections)
+    plain = plain and isinstance(_output_layer(model), nn.Linear) and isinstance(model.model.embed_tokens, nn.Embedding)
     windowed = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     one_dtype = len({parameter.dtype for parameter in parameters.values()}) == 1
     return plain and one_dtype and not windowed and rope in STATIC_ROPE and config.hidden_act == "silu"
+
+
+def _output_layer(model: Any) -> Any:
+    return model.lm_head if hasattr(model, "lm_head") else model.score
+
+
+def _plainly_adapted(module: Any) -> bool:
+    """Whether a projection carries nothing but low-rank updates of its own: no DoRA, no biases, nothing merged."""
+    if type(getattr(module, "base_layer", None)) is not nn.Linear or not hasattr(module, "lora_A"):
+        return False
+    return not (module.merged or module.lora_variant or any(module.lora_bias.values()))
 
 
 def fuse(model: Any) -> tuple[Decoder, list[Weight]]:
@@ -142,12 +190,14 @@ def fuse(model: Any) -> tuple[Decoder, list[Weight]]:
 
     def take(*owners: Any, attribute: str = "weight") -> Tensor | None:
         """The parameter `attribute` of the owners as one tensor of which theirs become views."""
+        owners = tuple(getattr(owner, "base_layer", owner) for owner in owners)
         parameters = [parameter for owner in owners if (parameter := getattr(owner, attribute, None)) is not None]
         if not parameters:
             return None
         parts = tuple((names[id(parameter)], parameter.shape[0]) for parameter in parameters)
+        trained = any(parameter.requires_grad for parameter in parameters)
         tensor = parameters[0].data if len(parameters) == 1 else torch.cat([p.data for p in parameters])
-        weight = Weight(_common_name([name for name, _ in parts]), tensor.requires_grad_(), parts)
+        weight = Weight(_common_name([name for name, _ in parts]), tensor.requires_grad_(trained), parts)
         for parameter, (_, view) in zip(parameters, weight.split(tensor.detach()), strict=True):
             parameter.data = view
         weights.append(weight)
@@ -178,11 +228,33 @@ def fuse(model: Any) -> tuple[Decoder, list[Weight]]:
             down_bias=take(mlp.down_proj, attribute="bias"),
         )
 
+    def updates(name: str, *owners: Any) -> tuple[LowRank, ...]:
+        """The updates that adapter `name` has for the owners, whose outputs lie side by side."""
+        found, start = [], 0
+        for owner in owners:
+            if name in getattr(owner, "lora_A", ()):
+                a, b = need(owner.lora_A[name]), need(owner.lora_B[name])
+                found.append(LowRank(a, b, float(owner.scaling[name]), start))
+            start += getattr(owner, "base_layer", owner).weight.shape[0]
+        return tuple(found)
+
+    def updates_of(name: str, block: Any) -> LayerUpdates:
+        attention, mlp = block.self_attn, block.mlp
+        every = {
+            "qkv": updates(name, attention.q_proj, attention.k_proj, attention.v_proj),
+            "out": updates(name, attention.o_proj),
+            "gate_up": updates(name, mlp.gate_proj, mlp.up_proj),
+            "down": updates(name, mlp.down_proj),
+        }
+        return {matrix: found for matrix, found in every.items() if found}
+
+    adapters = adapters_of(model)
+    model = base_of(model)
     config, body = model.config, model.model
     embedding = need(body.embed_tokens)
     layers = tuple(layer_of(block) for block in body.layers)
     final_norm = need(body.norm)
-    output = model.lm_head if hasattr(model, "lm_head") else model.score
+    output = _output_layer(model)
     tied = output.weight is body.embed_tokens.weight
     decoder = Decoder(
         hidden=config.hidden_size,
@@ -199,6 +271,7 @@ def fuse(model: Any) -> tuple[Decoder, list[Weight]]:
         head=embedding if tied else need(output),
         layers=layers,
         final_norm=final_norm,
+        adapters={name: tuple(updates_of(name, block) for block in body.layers) for name in adapters},
     )
     return decoder, weights
 
@@ -207,5 +280,5 @@ def _common_name(names: list[str]) -> str:
     """`a.q_proj.weight`, `a.k_proj.weight` → `a.q_proj+k_proj.weight`."""
     if len(names) == 1:
         return names[0]
-    pieces = [name.split(".") for name in names]
+    pieces = [name.replace(".base_layer.", ".").split(".") for name in names]
     return ".".join([*pieces[0][:-2], "+".join(piece[-2] for piece in pieces), pieces[0][-1]])

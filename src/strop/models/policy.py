@@ -15,12 +15,16 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from strop.errors import ModelError, StallError, WeightsError
+from strop.models.experts import prepare_experts
 from strop.models.fused import Decoder, Weight, fusable, fuse
+from strop.models.lora import base_of, prepare_adapters
+from strop.models.passes import LeftOut, Pass, ask, recompute_layers, running
 
 #: seconds after which waiting for the weights is an error: far longer than any decoding step or optimizer write.
 LOCK_TIMEOUT = 120.0
@@ -86,12 +90,18 @@ class Policy:
         model: the HF module: its own forward, `state_dict` and `load_state_dict` work.
         decoder: description for the fused passes; None for a model that only its HF forward can run.
         weights: every weight once, as kernels read it; what a learner trains. A tied head is its embedding.
+        adapters: names of the model's adapters; the first is the one that is meant where none is named.
+        head: the output layer of a model without a description, if logits are what it gives; None if they are changed
+            after it.
+        experts: the model's sparse layers; None if it has none.
+        recomputes: whether its layers can be computed again for the backward pass, to save memory.
         gives_values: whether it ends in a value head (a reward model) instead of a head over the vocabulary.
         version: of the weights that the next step reads.
         weights_lock: held for each decoding step, and for each write.
 
     Raises:
-        ModelError: the module's weights are not all of floating point, or it is on several devices.
+        ModelError: the module's weights are not all of floating point, it is on several devices, or its experts are of
+            a kind that can't be carried.
     """
 
     def __init__(
@@ -106,19 +116,32 @@ class Policy:
             )
         self.device = devices.pop()
         self.dtype = dtype or fastest_dtype(self.device)
-        for parameter in parameters.values():  # parameters only: rotary buffers must stay fp32
-            parameter.data = parameter.data.to(self.dtype)
+        exact = tuple(getattr(base_of(model), "_keep_in_fp32_modules_strict", None) or ())
+        for name, parameter in parameters.items():  # parameters only: rotary buffers must stay fp32
+            if not any(part in name for part in exact):
+                parameter.data = parameter.data.to(self.dtype)
         self.model = model.eval()
+        self.adapters = prepare_adapters(model)
+        self.experts = prepare_experts(base_of(model))
         self.decoder: Decoder | None = None
+        self.recomputes, self.head = True, None
         if fused and fusable(model):
             self.decoder, self.weights = fuse(model)
         else:
+            self.recomputes = recompute_layers(base_of(model)) > 0
             self.weights = [Weight(n, p, ((n, p.shape[0] if p.dim() else 1),)) for n, p in parameters.items()]
         self.gives_values = hasattr(model, "score")
+        if self.decoder is None and not self.gives_values:
+            self.head = _plain_head(model)
         self.version = version
         self.weights_lock = WeightsLock()
         self._torn = ""
         self._fingerprint = self.fingerprint()
+
+    @property
+    def adapter(self) -> str:
+        """The adapter that is meant where none is named; "" if there is none."""
+        return self.adapters[0] if self.adapters else ""
 
     @contextmanager
     def step(self, purpose: str) -> Iterator[int]:
@@ -221,6 +244,31 @@ class Policy:
                     f"{name} no longer shares its storage with the policy's weights: the module was moved, cast or "
                     "had its parameters replaced. Write in place (copy_), or build a new Policy"
                 )
+
+
+@torch.no_grad()
+def _plain_head(model: Any) -> nn.Linear | None:
+    """The output layer of a causal LM, if the model does nothing to the logits that it gives: tried out on two tokens,
+    as scaled and capped logits are written in many ways."""
+    head = base_of(model).get_output_embeddings()
+    if not isinstance(head, nn.Linear) or head.bias is not None:
+        return None
+    ask(head, LeftOut)
+    tokens = torch.tensor([[0, 1]], device=head.weight.device)
+
+    def given(scale: float, headless: bool) -> Tensor:
+        hook = head.register_forward_hook(lambda _, __, result: result * scale)
+        try:
+            with running(Pass(headless=headless)):
+                return model(input_ids=tokens, use_cache=False).logits.float()  # type: ignore[no-any-return]
+        finally:
+            hook.remove()
+
+    # Scaling by a power of two is exact, so that any function but the identity shows.
+    plain, scaled, hidden = given(1.0, False), given(1024.0, False), given(1.0, True)
+    own = nn.functional.linear(hidden.to(head.weight.dtype), head.weight).float()
+    unchanged = hidden.shape[-1] == head.in_features and torch.equal(own, plain) and torch.equal(scaled, plain * 1024)
+    return head if unchanged else None
 
 
 def _word_sum(tensor: Tensor) -> int:

@@ -4,6 +4,7 @@ finished before their batch was complete. A file is verified by the checksums of
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -14,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from strop.errors import RunError
-from strop.rollouts import Failed, FailureKind, FinishReason, Group, ModelCall, Rollout, Scored, Task
+from strop.rollouts import ExpertChoices, Failed, FailureKind, FinishReason, Group, ModelCall, Rollout, Scored, Task
 from strop.runs.files import written_whole
 
 _CALL = pa.struct(
@@ -28,6 +29,7 @@ _CALL = pa.struct(
         ("cached", pa.int32()),
         ("started", pa.float64()),
         ("ended", pa.float64()),
+        ("experts", pa.struct([("layers", pa.int32()), ("per_token", pa.int32()), ("ids", pa.binary())])),
     ]
 )
 SCHEMA = pa.schema(
@@ -167,6 +169,7 @@ def _call_dict(call: ModelCall) -> dict[str, Any]:
         "cached": call.cached,
         "started": call.started,
         "ended": call.ended,
+        "experts": asdict(call.experts) if call.experts else None,
     }
 
 
@@ -174,6 +177,8 @@ def _call(stored: Mapping[str, Any]) -> ModelCall:
     fields = dict(stored)
     fields["parent"] = None if fields["parent"] < 0 else fields["parent"]
     fields["finish_reason"] = FinishReason(fields["finish_reason"])
+    if fields.get("experts"):
+        fields["experts"] = ExpertChoices(**fields["experts"])
     return ModelCall(**fields)
 
 
@@ -191,7 +196,7 @@ def rollout_dict(rollout: Rollout) -> dict[str, Any]:
         "environment": rollout.environment,
         "member": rollout.member,
         "seed": rollout.seed,
-        "calls": [_call_dict(call) for call in rollout.calls],
+        "calls": [_journalled(call) for call in rollout.calls],
         "transcript": rollout.transcript,
         "scored": [ending.reward, dict(ending.metrics), ending.solved] if isinstance(ending, Scored) else None,
         "failed": [ending.kind.value, ending.reason] if isinstance(ending, Failed) else None,
@@ -208,7 +213,21 @@ def rollout_from_dict(stored: Mapping[str, Any]) -> Rollout:
     fields = dict(stored)
     scored, failed = fields.pop("scored"), fields.pop("failed")
     ending = Scored(*scored) if scored else Failed(FailureKind(failed[0]), failed[1]) if failed else None
-    return Rollout(**{**fields, "calls": [_call(call) for call in fields["calls"]], "ending": ending})
+    return Rollout(**{**fields, "calls": [_from_journal(call) for call in fields["calls"]], "ending": ending})
+
+
+def _journalled(call: ModelCall) -> dict[str, Any]:
+    """A call as JSON values."""
+    stored = _call_dict(call)
+    if call.experts:
+        stored["experts"]["ids"] = base64.b64encode(call.experts.ids).decode()
+    return stored
+
+
+def _from_journal(stored: Mapping[str, Any]) -> ModelCall:
+    """The inverse of `_journalled`."""
+    experts = stored.get("experts")
+    return _call({**stored, "experts": experts and {**experts, "ids": base64.b64decode(experts["ids"])}})
 
 
 def trained(groups: Iterable[tuple[Group, str]]) -> list[Group]:

@@ -186,6 +186,7 @@ class Conversation:
             cached=sample.cached,
             started=started,
             ended=ended,
+            experts=sample.experts and sample.experts.last(len(prompt) + len(sample.tokens)),
         )
         self._last = len(self.rollout.calls)
         self.rollout.calls.append(call)

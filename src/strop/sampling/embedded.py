@@ -83,6 +83,7 @@ class EmbeddedSampler:
 
     Raises:
         ConfigError: a number is out of range.
+        ModelError: the model is of a kind that can't be sampled from here.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class EmbeddedSampler:
         self._engine: Engine = (
             FusedEngine(policy.decoder, slots, parked, self._max_context, packed)
             if policy.decoder
-            else GenericEngine(policy.model, slots)
+            else GenericEngine(policy, slots)
         )
         self.queue_limit = queue_limit
         self._wake = threading.Condition()
@@ -150,6 +151,7 @@ class EmbeddedSampler:
                     future=loop.create_future(),
                     asked=asked,
                     limit=min(len(prompt) + params.max_tokens, self._max_context),
+                    adapter=self.policy.adapter if params.adapter is None else params.adapter,
                 )
                 self._submit(sequence)
                 return await sequence.future
@@ -215,6 +217,9 @@ class EmbeddedSampler:
         ):
             if wrong:
                 raise ConfigError(f"sampling.{name}", f"{getattr(params, name)} is out of range", "See SamplingParams")
+        if params.adapter and params.adapter not in self.policy.adapters:
+            there = ", ".join(self.policy.adapters) or "none"
+            raise ConfigError("sampling.adapter", f"there is no adapter {params.adapter!r}", f"There are: {there}")
         if params.stop and self.tokenizer is None:
             raise ConfigError("sampling.stop", "this sampler has no tokenizer", "Give it one, or use stop_token_ids")
         if self._broken:

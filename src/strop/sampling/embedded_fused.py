@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Several
+from typing import Any
 
 from torch import Tensor
 
@@ -29,6 +30,7 @@ class FusedEngine:
     """
 
     def __init__(self, decoder: Decoder, slots: int, parked: int, context: int, packed: bool) -> None:
+        self.adapters = {name: number for number, name in enumerate(("", *decoder.adapters))}
         self.cache = KeyValueCache(decoder, slots + parked, whole_blocks(context))
         self.rows = Rows(slots + parked, context)
         self.run = FusedPass(decoder, self.cache, packed)
@@ -43,15 +45,16 @@ class FusedEngine:
 
     def resumes(self, sequence: Sequence) -> bool:
         """Whether a parked row would be taken over whole."""
-        return self.rows.extends(*self.rows.longest_prefix(sequence.prompt))
+        return self.rows.extends(*self.rows.longest_prefix(self._known_as(sequence)))
 
     def admit(self, sequence: Sequence) -> bool:
         """Take a row, and what of the prompt another row has or will have."""
         if len(self.active) >= self.slots:
             return False
-        source, shared = self.rows.longest_prefix(sequence.prompt)
+        prompt = self._known_as(sequence)
+        source, shared = self.rows.longest_prefix(prompt)
         taken = int(self.rows.taken[source])
-        row = self.rows.take(sequence.prompt, source, shared)
+        row = self.rows.take(prompt, source, shared)
         if row is None:
             return False
         sequence.row = row
@@ -73,7 +76,7 @@ class FusedEngine:
         pieces, prefill = self._pieces(filling, PREFILL_BESIDE_DECODING if decoding else PREFILL_ALONE)
         if not decoding and not pieces:
             return [], None
-        steps = [Piece(s.row, s.length - 1, s.tokens[-1:], wanted=True) for s in decoding]
+        steps = [Piece(s.row, s.length - 1, s.tokens[-1:], wanted=True, adapter=s.adapter) for s in decoding]
         logits = self.run(steps, pieces)
         everyone = [*steps, *pieces]
         self.rows.advance([piece.row for piece in everyone], [len(piece.tokens) for piece in everyone])
@@ -82,17 +85,22 @@ class FusedEngine:
 
     def append(self, sequence: Sequence, token: int) -> None:
         """Note the token, which a later prompt may go on from."""
-        self.rows.append(sequence.row, sequence.length - 1, token)
+        self.rows.append(sequence.row, sequence.length - 1, self._known_as(sequence, token))
 
     def release(self, sequence: Sequence) -> None:
         """Park the row."""
         self.active.remove(sequence)
         self.rows.park(sequence.row)
 
+    def _known_as(self, sequence: Sequence, token: int | None = None) -> Any:
+        """The prompt, or one token, as rows know it: keys and values through one adapter are no other's."""
+        shift = self.adapters[sequence.adapter] << 32  # beyond any token's id
+        return sequence.prompt + shift if token is None else token + shift
+
     def _copy_prefix(self, sequence: Sequence) -> None:
         """Copy the shared prefix once its row has it; if that row was lost, look for another, or do without."""
         if sequence.source and not self.rows.holds(*sequence.source, sequence.shared):
-            source, sequence.shared = self.rows.longest_prefix(sequence.prompt)
+            source, sequence.shared = self.rows.longest_prefix(self._known_as(sequence))
             sequence.source = (source, int(self.rows.taken[source])) if sequence.shared else None
         if sequence.source:
             source, _ = sequence.source
@@ -110,9 +118,8 @@ class FusedEngine:
         for sequence in filling:
             start = int(self.rows.computed[sequence.row])
             stop = min(len(sequence.prompt), start + budget)
-            pieces.append(
-                Piece(sequence.row, start, sequence.prompt[start:stop].tolist(), stop == len(sequence.prompt))
-            )
+            tokens, wanted = sequence.prompt[start:stop].tolist(), stop == len(sequence.prompt)
+            pieces.append(Piece(sequence.row, start, tokens, wanted, sequence.adapter))
             sequences.append(sequence)
             budget -= stop - start
             if not budget:

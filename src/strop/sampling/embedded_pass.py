@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from strop.models.fused import Decoder, DecoderLayer
+from strop.models.fused import Decoder, DecoderLayer, LayerUpdates
 from strop.sampling import kernels
 from strop.sampling.kv_cache import KeyValueCache
 
@@ -40,12 +40,14 @@ class Piece:
         start: position of the first.
         tokens: at least one.
         wanted: whether the last token's logits are wanted.
+        adapter: whose updates are added; "" for none.
     """
 
     row: int
     start: int
     tokens: Sequence[int]
     wanted: bool
+    adapter: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,9 @@ class FusedPass:
         if not self.packed:
             return
         matrices = [m for layer in self.decoder.layers for m in (layer.qkv, layer.out, layer.gate_up, layer.down)]
-        for matrix in (*matrices, self.decoder.head):
+        every = (layer for layers in self.decoder.adapters.values() for layer in layers)
+        parts = [part for layer in every for updates in layer.values() for part in updates]
+        for matrix in (*matrices, self.decoder.head, *(p.a for p in parts), *(p.b for p in parts)):
             self._matrices[id(matrix)] = torch.ops.mkldnn._reorder_linear_weight(matrix.detach())
 
     @torch.inference_mode()
@@ -121,7 +125,7 @@ class FusedPass:
         places = [piece.start + number for piece in pieces for number in range(len(piece.tokens))]
         positions = torch.tensor(places, device=device)
         together = [] if self.native else [*self._decoding(decoding, groups), *self._prefill(prefill, len(decoding))]
-        hidden = self._layers(tokens, rows, positions, together)
+        hidden = self._layers(tokens, rows, positions, together, self._through(pieces, counts))
         wanted = sorted(range(len(order)), key=order.__getitem__)
         wanted += [number for number in range(len(order), len(pieces)) if pieces[number].wanted]
         last = counts.cumsum(0) - 1
@@ -129,20 +133,41 @@ class FusedPass:
 
     # -- the layers -------------------------------------------------------------------------------------------------
 
-    def _layers(self, tokens: Tensor, rows: Tensor, positions: Tensor, together: list[_Together]) -> Tensor:
+    def _through(self, pieces: Sequence[Piece], counts: Tensor) -> list[tuple[str, slice | Tensor]]:
+        """The adapters of a step, and which of its tokens go through each."""
+        names = dict.fromkeys(piece.adapter for piece in pieces if piece.adapter)
+        if len(names) == 1 and all(piece.adapter for piece in pieces):
+            return [(name, slice(None)) for name in names]
+        found = []
+        for name in names:
+            mine = torch.tensor([piece.adapter == name for piece in pieces], device=counts.device)
+            found.append((name, mine.repeat_interleave(counts).nonzero()[:, 0]))
+        return found
+
+    def _layers(
+        self,
+        tokens: Tensor,
+        rows: Tensor,
+        positions: Tensor,
+        together: list[_Together],
+        through: list[tuple[str, slice | Tensor]],
+    ) -> Tensor:
         decoder, added = self.decoder, None
         x = decoder.embedding[tokens]  # (tokens, hidden)
         mixed = x.new_empty((len(tokens), decoder.heads, decoder.head_dim))
-        for layer, keys, values in zip(decoder.layers, self.cache.keys, self.cache.values, strict=True):
-            qkv = self._linear(self._norm(x, layer.input_norm, added), layer.qkv, layer.qkv_bias)
+        for number, (layer, keys, values) in enumerate(
+            zip(decoder.layers, self.cache.keys, self.cache.values, strict=True)
+        ):
+            updates = [(decoder.adapters[name][number], mine) for name, mine in through]
+            qkv = self._projected(self._norm(x, layer.input_norm, added), "qkv", layer, updates)
             q = self._place(qkv, layer, rows, positions, keys, values)
             if self.native:
                 kernels.cached_attention(q, keys, values, rows, positions, decoder.attention_scale, mixed)
             for group in together:
                 self._attend(q[group.queries], keys, values, group, mixed[group.queries])
-            added = self._linear(mixed.flatten(1), layer.out, layer.out_bias)
-            gate_up = self._linear(self._norm(x, layer.post_norm, added), layer.gate_up, layer.gate_up_bias)
-            added = self._linear(self._gated(gate_up), layer.down, layer.down_bias)
+            added = self._projected(mixed.flatten(1), "out", layer, updates)
+            gate_up = self._projected(self._norm(x, layer.post_norm, added), "gate_up", layer, updates)
+            added = self._projected(self._gated(gate_up), "down", layer, updates)
         return x if added is None else x.add_(added)
 
     def _norm(self, x: Tensor, weight: Tensor, added: Tensor | None = None) -> Tensor:
@@ -152,6 +177,20 @@ class FusedPass:
         if added is not None:
             x += added
         return functional.rms_norm(x, (x.shape[-1],), weight, self.decoder.norm_eps)
+
+    def _projected(
+        self, x: Tensor, matrix: str, layer: DecoderLayer, updates: list[tuple[LayerUpdates, slice | Tensor]]
+    ) -> Tensor:
+        """A matrix of the layer, with the updates of each token's adapter."""
+        y = self._linear(x, getattr(layer, matrix), getattr(layer, f"{matrix}_bias"))
+        for update, mine in updates:
+            for part in update.get(matrix, ()):
+                low = self._linear(self._linear(x[mine], part.a, None), part.b, None) * part.scale
+                if isinstance(mine, slice):
+                    y[:, part.columns] += low
+                else:
+                    y[mine, part.columns] += low
+        return y
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         rows = len(x)

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from strop.rollouts import FinishReason
+from strop.rollouts import ExpertChoices, FinishReason
 from strop.sampling.sampler import Sample, SamplingParams
 
 
@@ -28,6 +29,8 @@ class Sequence:
         row: the engine's place for it.
         source, shared: the row (and when that was taken) whose first `shared` tokens it will copy once computed.
         cached: prompt tokens that needed no computing.
+        adapter: name of the adapter it is sampled through; "" for the base alone.
+        experts: what routers chose at the places computed so far, in order: (places, layers, per_token) each.
     """
 
     prompt: np.ndarray
@@ -46,6 +49,8 @@ class Sequence:
     source: tuple[int, int] | None = None
     shared: int = 0
     cached: int = 0
+    adapter: str = ""
+    experts: list[Tensor] = field(default_factory=list)
 
     @property
     def length(self) -> int:
@@ -62,7 +67,17 @@ class Sequence:
             cached=self.cached,
             queued=self.started - self.asked,
             seconds=now - self.started,
+            experts=self._choices(),
         )
+
+    def _choices(self) -> ExpertChoices | None:
+        """What was chosen at the place before each token; nothing led to the first."""
+        if not self.experts:
+            return None
+        chosen = torch.cat(self.experts).to("cpu", torch.int16)  # (places, layers, per_token)
+        chosen = torch.cat([torch.full_like(chosen[:1], -1), chosen])
+        _, layers, per_token = chosen.shape
+        return ExpertChoices(layers, per_token, chosen.numpy().astype("<i2").tobytes())
 
 
 class Engine(Protocol):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from strop.rollouts import FinishReason
+from strop.rollouts import ExpertChoices, FinishReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,8 @@ class SamplingParams:
         stop: strings that end sampling once the decoded text contains one; sampled tokens are kept whole.
         seed: the same seed, prompt, parameters and weights give the same tokens, whatever else is being sampled.
             None draws one.
+        adapter: name of the adapter to sample through, of those on the base that the sampler has; "" for the base alone,
+            None for the sampler's own default.
     """
 
     max_tokens: int
@@ -36,6 +38,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     seed: int | None = None
+    adapter: str | None = None
 
 
 @dataclass(slots=True)
@@ -49,6 +52,8 @@ class Sample:
         finish_reason: why it ended.
         cached: number of prompt tokens whose keys and values were reused.
         queued, seconds: time before the first forward pass, and from then to the end.
+        experts: what the routers of a mixture-of-experts model chose at the place before each token, prompt and
+            sampled, as the rollout records it.
     """
 
     tokens: list[int]
@@ -59,6 +64,7 @@ class Sample:
     queued: float = 0.0
     seconds: float = 0.0
     extra: dict[str, Any] = field(default_factory=dict)
+    experts: ExpertChoices | None = None
 
 
 @runtime_checkable

@@ -43,6 +43,8 @@ def check(recipe: Recipe) -> None:
     check_signals(recipe.health)
     if recipe.model.lora is not None:
         _need("peft", "model.lora", "strop[lora]")
+    if recipe.learner.moments == "8bit":
+        _need("bitsandbytes", "learner.moments", "strop[low-memory]")
     for stage in recipe.stages:
         key = f"stages.{stage.name}"
         for environment in recipe.environments_of(stage):

@@ -5,8 +5,9 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from strop.config import DistillSettings, ExamplesSettings, Recipe
+from strop.config import DistillSettings, ExamplesSettings, ExpertSettings, Recipe
 from strop.costs import price_of, summarise
+from strop.errors import ConfigError
 from strop.models.load import load_model
 from strop.rollouts import derive_seed
 from strop.runs.reading import RunRecord
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from strop.models.load import Loaded
+    from strop.models.policy import Policy
 
 __all__ = ["build", "check", "fresh_weights", "train"]
 
@@ -42,8 +44,9 @@ def build(run: Run, loaded: Loaded) -> Workshop:
         torch.set_num_threads(recipe.threads)
     dtype = None if recipe.model.dtype == "auto" else getattr(torch, recipe.model.dtype)
     model, settings = _as_trained(loaded.model, recipe), recipe.learner
-    masters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    masters = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
     policy = Policy(model, dtype=dtype)
+    experts = _expert_settings(recipe, policy)
     learner = EmbeddedLearner(
         policy,
         loaded.tokenizer,
@@ -53,6 +56,10 @@ def build(run: Run, loaded: Loaded) -> Workshop:
         betas=settings.betas,
         epsilon=settings.epsilon,
         max_grad_norm=settings.max_grad_norm,
+        recompute=settings.activation_checkpointing,
+        moments=settings.moments,
+        replay_experts=experts.replay,
+        balance=experts.balance,
     )
     sampler = EmbeddedSampler(
         policy,
@@ -67,7 +74,13 @@ def build(run: Run, loaded: Loaded) -> Workshop:
 
 
 def _as_trained(model: Any, recipe: Recipe) -> Any:
-    """A model as the recipe trains it: with an adapter, if it asks for one."""
+    """A model as the recipe trains it: with a router that stays, or an adapter, if it asks for one."""
+    if recipe.model.experts and recipe.model.experts.router == "frozen":
+        from strop.models.experts import find_experts
+
+        layout = find_experts(model)
+        for parameter in layout.parameters() if layout else ():
+            parameter.requires_grad_(False)
     if recipe.model.lora is None:
         return model
     import torch
@@ -78,10 +91,22 @@ def _as_trained(model: Any, recipe: Recipe) -> Any:
     return add_adapter(model, **recipe.model.lora.model_dump())
 
 
+def _expert_settings(recipe: Recipe, policy: Policy) -> ExpertSettings:
+    """The recipe's settings for experts.
+
+    Raises:
+        ConfigError: it has some, but the model has no experts.
+    """
+    if recipe.model.experts and policy.experts is None:
+        wrong = f"{recipe.model.name} has no experts"
+        raise ConfigError("model.experts", wrong, "Leave the table out, or name a mixture-of-experts model")
+    return recipe.model.experts or ExpertSettings()
+
+
 def fresh_weights(recipe: Recipe) -> dict[str, Tensor]:
     """Weights of the recipe's model as a run begins with them, fp32, by parameter name."""
     model = _as_trained(load_model(recipe.model.name).model, recipe)
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 async def train(run: Run) -> dict[str, Any]:

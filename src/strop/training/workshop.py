@@ -89,8 +89,15 @@ class Workshop:
         Raises:
             StallError: it took longer than `deadlines.learner_seconds`.
         """
-        metrics = await self.compute(f"the learner's {function.__name__}", "learner", function, *arguments)
+        what = f"the learner's {function.__name__}"
+        metrics = await self.compute(what, "learner", function, *arguments)
         self.run.ledger.count(trained=int(metrics.get("tokens_trained", 0)))
+        if metrics.get("memory_splits"):
+            self.run.warn(
+                f"{what} ran out of memory; the batch was done again in smaller parts, and the run goes on with "
+                f"micro-batches of at most {metrics['tokens_per_micro_batch']:.0f} tokens",
+                tokens_per_micro_batch=metrics["tokens_per_micro_batch"],
+            )
         return metrics
 
     async def compute(self, what: str, activity: str, function: Callable[..., T], *arguments: Any) -> T:
