@@ -294,6 +294,27 @@ def model_get(name: Annotated[str, typer.Argument(help="A start model's name.")]
     typer.echo(fetch_model(name))
 
 
+@model_app.command("export")
+def model_export(
+    source: Annotated[
+        str, typer.Argument(help="A run, a folder (a checkpoint or adapter too), a GGUF file, or a name.")
+    ],
+    folder: Annotated[Path, typer.Argument(help="The new folder.")],
+    format_: Annotated[
+        str, typer.Option("--format", help="transformers or gguf (an adapter is merged), or adapter (as it is).")
+    ] = "transformers",
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16, float16; for gguf q8_0 too. Default float32, gguf float16.")
+    ] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="Take the tokenizer from this folder instead.")] = None,
+    runs: Runs = Path("runs"),
+) -> None:
+    """Take a model elsewhere: transformers or GGUF out, GGUF in, adapters merged, with a card of the run."""
+    from strop.console import export
+
+    typer.echo(export(source, folder, format_, dtype, tokenizer, runs))
+
+
 @env_app.command("check")
 def env_check(
     spec: Annotated[str, typer.Argument(help="A built-in name, package.module:Class, or path/to/file.py:Class.")],

@@ -9,7 +9,7 @@ import asyncio
 import signal
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args
 
 from rich.console import Console
 from rich.live import Live
@@ -26,6 +26,7 @@ from strop.config import (
     Stage,
 )
 from strop.costs import MachinePrice, price_of
+from strop.errors import ConfigError
 from strop.runs.events import Event
 from strop.runs.reading import RunRecord
 from strop.runs.run import Run
@@ -301,6 +302,40 @@ def fetch_model(name: str) -> Path:
 
     with console.status(f"fetching {name}") as status:
         return get_start_model(name, lambda what, share: status.update(f"{name}: {what} {share:.0%}"))
+
+
+def export(source: str, folder: Path, kind: str, dtype: str | None, tokenizer: str | None, runs: Path) -> Path:
+    """Export a model, with a card if a run made it; gives the folder.
+
+    Args:
+        source: a run's name or directory (its newest checkpoint is meant), or what `export_model` takes.
+        folder, kind, dtype, tokenizer: see `strop.models.export.export_model`.
+        runs: folder that holds the runs.
+
+    Raises:
+        StropError: what is wrong with the source or the format.
+    """
+    from strop.models.export import Format, export_model
+    from strop.runs.card import model_card, newest_checkpoint, run_of
+    from strop.runs.reading import RunRecord
+
+    if kind not in get_args(Format):
+        raise ConfigError("--format", f"there is no format {kind!r}", f"Choose one of: {', '.join(get_args(Format))}")
+    place = next((path for path in (Path(source), runs / source) if (path / "config.toml").is_file()), None)
+    checkpoint = newest_checkpoint(RunRecord(place)) if place else Path(source)
+    run, card = run_of(checkpoint), None
+    if run is not None:
+        card = model_card(run, checkpoint.name, Path(str(run.config["model"]["name"])).name)
+    with console.status(f"exporting {source}"):
+        export_model(
+            str(checkpoint) if run else source,
+            folder,
+            kind=cast(Format, kind),
+            dtype=dtype,
+            tokenizer=tokenizer,
+            card=card,
+        )
+    return folder
 
 
 def serve_model(model: str, *, host: str, port: int, name: str | None, slots: int, max_context: int) -> None:

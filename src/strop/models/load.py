@@ -103,6 +103,10 @@ def load_model(name: str, *, dtype: str = "float32", progress: Progress | None =
 def _check_folder(folder: Path) -> None:
     """What the small files of a local folder tell."""
     if not folder.is_dir():
+        if folder.suffix == ".gguf":
+            raise ModelError(
+                f"model {folder}: it is a GGUF file. Make a transformers folder of it first: strop model export {folder} FOLDER"
+            )
         raise ModelError(f"model {folder}: it is a file. Name the folder that holds config.json and the weights.")
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
         return

@@ -8,7 +8,6 @@ away, and the learner's master weights start from exactly that. Loading any mode
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import subprocess
@@ -199,20 +198,19 @@ def convert(gguf: Path, folder: Path, model: StartModel, report: Progress = lamb
     from gguf import GGUFReader
     from safetensors.torch import save_file
 
+    from strop.models.gguf_file import write_json, write_tokenizer
     from strop.models.save import tensors_hash
 
     reader = GGUFReader(gguf)
     field: Callable[[str], Any] = lambda key: reader.fields[key].contents()  # noqa: E731
     state = {name: torch.from_numpy(array) for name, array in _dequantised(reader, field, report)}
-    _write_json(folder / "config.json", _config(field))
+    write_json(folder / "config.json", _config(field))
     generation = {
         key: field(f"tokenizer.ggml.{key.replace('pad', 'padding')}")
         for key in ("bos_token_id", "eos_token_id", "pad_token_id")
     }
-    _write_json(folder / "generation_config.json", generation)
-    _write_json(folder / "tokenizer.json", _tokenizer(field))
-    _write_json(folder / "tokenizer_config.json", _tokenizer_config(field))
-    (folder / "chat_template.jinja").write_text(field("tokenizer.chat_template"), encoding="utf-8")
+    write_json(folder / "generation_config.json", generation)
+    write_tokenizer(folder, field, gguf.name, tuple(reader.fields))
     _check(folder / "tokenizer.json", model.tokenizer_hash)
     if (found := tensors_hash(state)) != model.weights_hash:
         raise ModelError(
@@ -289,56 +287,3 @@ def _config(field: Callable[[str], Any]) -> dict[str, Any]:
         "use_cache": True,
         "vocab_size": field("llama.vocab_size"),
     }
-
-
-def _tokenizer(field: Callable[[str], Any]) -> dict[str, Any]:
-    """tokenizer.json of a GGUF whose pre-tokenizer is "smollm": byte-level BPE that splits numbers into digits.
-
-    transformers' own conversion from GGUF leaves the splitting out, and so tokenizes, say, "a  4" as the model never saw.
-    """
-    tokens, kinds = field("tokenizer.ggml.tokens"), field("tokenizer.ggml.token_type")
-    control = 3  # llama.cpp's LLAMA_TOKEN_TYPE_CONTROL
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    byte_level = {"type": "ByteLevel", "trim_offsets": True, "use_regex": True}
-    split = [{"type": "Digits", "individual_digits": True}, byte_level | {"add_prefix_space": False}]
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [
-            {"id": index, "content": token} | flags
-            for index, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
-            if kind == control
-        ],
-        "normalizer": None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": split},
-        "post_processor": None,
-        "decoder": byte_level | {"add_prefix_space": True},
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
-            "vocab": {token: index for index, token in enumerate(tokens)},
-            "merges": [merge.split(" ", 1) for merge in field("tokenizer.ggml.merges")],
-        },
-    }
-
-
-def _tokenizer_config(field: Callable[[str], Any]) -> dict[str, Any]:
-    tokens = field("tokenizer.ggml.tokens")
-    named = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
-    special = {f"{ours}_token": tokens[field(f"tokenizer.ggml.{theirs}_token_id")] for ours, theirs in named.items()}
-    return special | {
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": field("llama.context_length"),
-        "tokenizer_class": "PreTrainedTokenizerFast",
-    }
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
