@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import math
 import shutil
@@ -12,13 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from tiny import make_model
 
 from strop.config import parse_recipe
 from strop.errors import ConfigError, DataError, RunError
 from strop.rollouts import FinishReason, Group, ModelCall, Rollout, Scored, Task
 from strop.runs.reading import RunRecord
+from strop.runs.report import write_report
 from strop.runs.run import Run
+from strop.runs.show import show_run
 from strop.runs.verify import verify_run
 from strop.training.examples import best_and_worst
 from strop.training.replay import replay_step
@@ -87,6 +91,10 @@ def test_data_from_files_needs_no_environment(model, data, tmp_path):
     assert list(losses) == [0, 3, 6] and losses[6] < losses[0]
     assert list(verify_run(tmp_path / "run")) == []
     assert not record.of_kind("evaluation")
+    shown = Console(width=100, record=True, file=io.StringIO())
+    shown.print(show_run(record))
+    assert "finished" in shown.export_text()
+    assert "supervised fine-tuning" in write_report(record.path, tmp_path / "page.html").read_text()
 
 
 def test_bad_rows_end_a_run_before_it_begins(model, tmp_path):
@@ -148,6 +156,16 @@ def test_every_preference_is_learnt(model, data, tmp_path, loss, file):
         assert before == pytest.approx(math.log(2), abs=1e-6)
     assert (tmp_path / "run" / "reference" / "dpo.npz").exists() == (loss in ("dpo", "ipo", "kto"))
     assert list(verify_run(tmp_path / "run")) == []
+
+
+def test_under_an_adapter_the_reference_is_the_base(model, data, tmp_path):
+    pytest.importorskip("peft")
+    stage = {**DPO, "data": {"path": str(data / "pairs.jsonl")}, "validation": {"share": 0.2, "every": 4}}
+    asked = recipe(model, stage)
+    asked = parse_recipe({**asked.model_dump(exclude_none=True), "model": {"name": str(model), "lora": {"rank": 4}}})
+    record = trained(tmp_path / "run", asked)
+    before, after = (event["metrics"]["loss"] for event in record.of_kind("validation"))
+    assert before == pytest.approx(math.log(2), abs=1e-6) and after < before
 
 
 @pytest.mark.parametrize("loss", ["dpo", "kto"])

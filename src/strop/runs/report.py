@@ -227,14 +227,23 @@ def _panel(run: RunRecord, panel: Panel, spans: Sequence[tuple[str, float, float
     return f'<figure class="card"><figcaption>{escape(panel.title)}{legend}</figcaption>{note}{chart.svg()}</figure>'
 
 
+#: Kinds of stages in words.
+KINDS = {
+    "sft": "supervised fine-tuning",
+    "preference": "preference learning",
+    "reward": "a reward model",
+    "rl": "reinforcement learning",
+    "distill": "distillation",
+}
+
+
 # -- blocks of the page -------------------------------------------------------------------------------------------
 
 
 def _head(run: RunRecord, report: CostReport) -> str:
     config = run.config
     stages = ", then ".join(
-        f"{stage.get('steps', '?')} steps of {'supervised fine-tuning' if stage.get('kind') == 'sft' else 'reinforcement learning'}"
-        f" ({stage.get('name', '?')})"
+        f"{stage.get('steps', '?')} steps of {KINDS.get(stage.get('kind', ''), '?')} ({stage.get('name', '?')})"
         for stage in config.get("stages", [])
     )
     environment = (config.get("environment") or {}).get("name", "?")
