@@ -6,14 +6,20 @@ Each fails if the defence that its docstring or comment names is taken away.
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import signal
+import subprocess
+import sys
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 import psutil
 import pytest
 
 from strop.sandboxes import FileProblem, LocalPool, LocalSandbox, SandboxDead, SandboxFailure
+from strop.sandboxes.bubblewrap import find_interpreter
 from strop.sandboxes.sandbox import MIB
 
 C = "import ctypes\nl=ctypes.CDLL(None,use_errno=True)\n"
@@ -171,6 +177,33 @@ async def test_h32_the_moment_between_fork_and_exec_shows_nothing_of_the_agent(b
     assert [chunk.data async for chunk in watcher] == []
 
 
+ORDINARY = """
+import asyncio
+from strop.sandboxes import Image, LocalPool
+LOOK = "cat /proc/1/maps /proc/1/environ /proc/1/auxv; readlink /proc/1/exe /proc/1/cwd; ls /proc/1/fd; true"
+async def main():
+    async with LocalPool(Image.host(), tier="rootless", allow_weak=True) as pool:
+        result = await (await pool.create()).exec(LOOK)
+        print(pool.tier, len(result.stdout))
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become an ordinary user")
+def test_c3_the_agent_of_an_ordinary_user_is_closed_too() -> None:
+    """There the sandbox's root and it are one user of the host, and PR_SET_DUMPABLE alone stands between them."""
+    interpreter = find_interpreter()
+    if interpreter is None:
+        pytest.skip("no Python that every user may run")
+    with tempfile.TemporaryDirectory() as home:  # pytest's are for their owner alone
+        os.chown(home, 54321, 54321)
+        source = str(Path(sys.modules["strop"].__path__[0]).parent)
+        env = {"PATH": os.environ["PATH"], "HOME": home, "PYTHONPATH": source, "PYTHONDONTWRITEBYTECODE": "1"}
+        become = ["setpriv", "--reuid=54321", "--regid=54321", "--clear-groups"]
+        done = subprocess.run([*become, interpreter, "-c", ORDINARY], env=env, cwd="/", capture_output=True, text=True)
+    assert done.stdout.split() == ["rootless", "0"], done.stdout + done.stderr[-2000:]
+
+
 async def test_h33_stopping_every_newcomer_hangs_nobody_outside(
     box: LocalSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,10 +263,13 @@ async def test_h37_a_cell_that_forges_answers_fools_only_itself(box: LocalSandbo
     await fresh.close()
 
 
-async def test_h38_a_file_of_users_without_end_is_not_read(box: LocalSandbox) -> None:
+async def test_h38_a_file_of_users_without_end_is_not_read(pool: LocalPool) -> None:
+    """It is refused by its size: reading it would take as long as the limits allow."""
+    box = await pool.create(limits=replace(pool.limits, timeout=300.0))
     await box.exec("rm -f /etc/passwd; truncate -s 900G /etc/passwd")
     with pytest.raises(FileProblem, match="no user named"):
-        await box.exec("id", user="bob")
+        await asyncio.wait_for(box.exec("id", user="bob"), 60)
+    await box.destroy()
 
 
 async def test_h39_a_snapshot_of_a_hostile_tree_is_a_snapshot_or_a_clear_refusal(

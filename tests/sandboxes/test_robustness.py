@@ -381,6 +381,56 @@ async def test_g5_no_more_descriptors_is_a_clear_error_and_leaks_nothing(pool: L
     assert (await box.exec("echo ok")).stdout == b"ok\n"
 
 
+async def test_g5_the_limit_of_descriptors_is_raised_as_far_as_it_goes(host_image: Image) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+        async with LocalPool(host_image, max_live=1000) as pool:
+            assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(hard, 1000 + 4096), hard)
+            assert psutil.Process(pool._zygote.pid).rlimit(psutil.RLIMIT_NOFILE) == (min(hard, 1000 + 4096), hard)
+            inside = await (await pool.create()).exec("ulimit -n; ulimit -Hn")
+            assert inside.text.split() == ["1024", str(pool.limits.open_files)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+#: A host in a control group that lets it have few processes: the zygote's clone is then refused.
+CRAMPED = """
+import asyncio, sys
+from strop.sandboxes import Image, LocalPool, ResourceExhausted
+async def main():
+    async with LocalPool(Image.host()) as pool:
+        for _ in range(2):
+            boxes = []
+            try:
+                while len(boxes) < 100: boxes.append(await pool.create())
+            except ResourceExhausted as full:
+                print(len(boxes), full.reason)
+            for box in boxes: await box.destroy()
+        print((await (await pool.create()).exec("echo again")).text)
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(not Path("/sys/fs/cgroup/pids").is_dir(), reason="needs a version 1 hierarchy of pids")
+def test_g5_no_more_processes_is_a_clear_error_and_leaks_nothing() -> None:
+    group = Path(f"/sys/fs/cgroup/pids/strop-test-{os.getpid()}")
+    group.mkdir()
+    try:
+        (group / "pids.max").write_text("40")
+        join = ["sh", "-c", f'echo $$ > {group}/cgroup.procs; exec "$@"', "sh"]
+        done = subprocess.run([*join, sys.executable, "-c", CRAMPED], capture_output=True, text=True)
+    finally:
+        assert wait_until(lambda: not (group / "cgroup.procs").read_text())
+        for child in [entry for entry in group.iterdir() if entry.is_dir()]:
+            child.rmdir()
+        group.rmdir()
+    first, second, *after = done.stdout.splitlines()
+    assert "kernel.pid_max" in first and int(first.split()[0]) >= 20, done.stdout + done.stderr
+    assert first == second, "the second time there is room for as many"
+    assert after[0] == "again"
+
+
 async def test_g5_a_zygote_that_has_no_more_of_something_says_so(pool: LocalPool) -> None:
     zygote = psutil.Process(pool._zygote.pid)
     limits = zygote.rlimit(psutil.RLIMIT_NOFILE)

@@ -53,10 +53,21 @@ class FileProblem(StropError):
         super().__init__(f"{path!r} {reason}")
 
 
-_EXHAUSTED = {errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EUSERS, errno.EDQUOT}
+#: What there is no more of, by errno value, and which limit of the host that is.
+_EXHAUSTED = {
+    errno.EAGAIN: "processes: kernel.pid_max, kernel.threads-max, or pids.max of the host's own control group",
+    errno.EMFILE: "descriptors of one process: ulimit -n, of which a live sandbox takes one",
+    errno.ENFILE: "descriptors of the machine: fs.file-max",
+    errno.ENOMEM: "memory",
+    errno.ENOSPC: "namespaces, mounts or control groups: user.max_*_namespaces, fs.mount-max, 65535 memory groups",
+    errno.EUSERS: "user namespaces: user.max_user_namespaces",
+    errno.EDQUOT: "a quota",
+}
 
 
 def failure(stage: str, error: int) -> SandboxFailure:
     """The typed error for an errno value at a stage of making or using a sandbox."""
-    kind = ResourceExhausted if error in _EXHAUSTED else SandboxFailure
-    return kind(f"could not {stage}: {os.strerror(error)}")
+    said = f"could not {stage}: {os.strerror(error)}"
+    if error in _EXHAUSTED:
+        return ResourceExhausted(f"{said} (the host has no more {_EXHAUSTED[error]})")
+    return SandboxFailure(said)

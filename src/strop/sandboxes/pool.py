@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import itertools
+import resource
 import socket
 from collections.abc import Mapping
 from types import TracebackType
@@ -32,6 +33,18 @@ from strop.sandboxes.zygote import COPY_SECONDS, Zygote
 _numbers = itertools.count()
 #: A chain of snapshots longer than this is merged into one layer: mounting and opening get slower with each.
 FLATTEN_AT = 20
+#: Descriptors beside one for each sandbox: six for each of the zygote's 512 pooled slots, and here the pipes of commands.
+_OTHER_DESCRIPTORS = 4096
+
+
+def _allow_descriptors(sandboxes: int) -> None:
+    """Raise the soft limit of descriptors to what so many sandboxes take, as far as the hard one goes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = sandboxes + _OTHER_DESCRIPTORS
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 class LocalSnapshot:
@@ -121,10 +134,14 @@ class LocalPool:
     async def start(self) -> None:
         """Start the zygote, after removing what dead hosts left, and fill the warm pool.
 
+        If this process may have fewer descriptors open than `max_live` sandboxes take, but could have more, its soft
+        limit is raised.
+
         Raises:
             SandboxesUnavailable: this machine can't; says what is missing.
         """
         if self._zygote is None:
+            _allow_descriptors(self._max_live)
             await asyncio.to_thread(remove_stale)
         await self._ensure_zygote()
         if self._warm_size:
