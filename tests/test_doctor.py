@@ -127,15 +127,20 @@ def test_a_gpu_that_torch_cannot_use_is_a_warning(tmp_path: Path, monkeypatch: p
     assert "driver" in found("GPU", tmp_path).mend
 
 
-@pytest.mark.parametrize(("tier", "state"), [("namespaces", "ok"), ("none", "optional")])
+@pytest.mark.parametrize(
+    ("tier", "state"), [("namespaces", "ok"), ("rootless", "ok"), ("bubblewrap", "optional"), ("none", "optional")]
+)
 def test_the_sandbox_tier_is_the_probes_and_what_it_lacks_is_to_mend(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tier: str, state: str
 ) -> None:
     lacks = (
         (Lack("user namespaces", "isolation", "sysctl -w user.max_user_namespaces=10000"),) if tier == "none" else ()
     )
-    monkeypatch.setattr("strop.sandboxes.probe", lambda: Report(tier, lacks, (), "as tried"))
+    monkeypatch.setattr("strop.sandboxes.probe", lambda: Report(tier, "groups", lacks, (), "as tried"))
     assert found("sandboxes", tmp_path) == Finding("sandboxes", state, f"{tier}: as tried")
+    monkeypatch.setattr("strop.sandboxes.probe", lambda: Report(tier, "processes", lacks, (), "as tried"))
+    weak = found("sandboxes", tmp_path)
+    assert weak.state == "optional" and "single processes" in weak.detail
     mends = [finding.mend for finding in diagnose(tmp_path) if finding.what.startswith("sandboxes: ")]
     assert mends == [lack.mend for lack in lacks]
 

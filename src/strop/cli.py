@@ -269,11 +269,15 @@ def sandbox_serve(
     ] = None,
     warm: Annotated[int, typer.Option(help="Sandboxes kept ready.")] = 0,
     max_live: Annotated[int, typer.Option(help="Most sandboxes at once.")] = 4096,
+    tier: Annotated[str, typer.Option(help="auto, namespaces, rootless or bubblewrap.")] = "auto",
+    least: Annotated[str, typer.Option(help="The weakest tier that auto may take.")] = "rootless",
+    allow_weak: Annotated[bool, typer.Option(help="Serve although control groups are missing.")] = False,
 ) -> None:
     """Serve this machine's sandboxes over HTTP."""
     from strop import console
 
-    console.serve_sandboxes(host=host, port=port, token=token, warm=warm, max_live=max_live)
+    kinds = {"tier": tier, "least": least, "allow_weak": allow_weak}
+    console.serve_sandboxes(host=host, port=port, token=token, warm=warm, max_live=max_live, **kinds)
 
 
 @app.command()

@@ -362,8 +362,8 @@ def serve_model(model: str, *, host: str, port: int, name: str | None, slots: in
     _until_ended(serve(sampler, renderer, loaded.tokenizer, known, host=host, port=port, on_ready=ready))
 
 
-def serve_sandboxes(*, host: str, port: int, token: str | None, warm: int, max_live: int) -> None:
-    """Serve sandboxes over HTTP until Ctrl-C.
+def serve_sandboxes(**options: Any) -> None:
+    """Serve sandboxes over HTTP until Ctrl-C; `options` are those of `strop.sandboxes.server.serve`.
 
     Raises:
         StropError: this machine can't, or an open address has no token.
@@ -373,7 +373,7 @@ def serve_sandboxes(*, host: str, port: int, token: str | None, warm: int, max_l
     def ready(url: str, bearer: str) -> None:
         console.print(f"Sandboxes are served at {url}; bearer token: {bearer}. Ctrl-C ends it.")
 
-    _until_ended(serve(host=host, port=port, token=token, warm=warm, max_live=max_live, on_ready=ready))
+    _until_ended(serve(**options, on_ready=ready))
 
 
 def _until_ended(work: Any) -> None:

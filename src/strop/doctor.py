@@ -258,8 +258,9 @@ def _sandboxes() -> Iterator[Finding]:
 
     report = probe()
     # Only environments that run model-written code need them; these refuse to start without.
-    state: State = "ok" if report.tier == "namespaces" else "optional"
-    yield Finding("sandboxes", state, f"{report.tier}: {report.detail}")
+    strong = report.tier in ("namespaces", "rootless") and report.limits == "groups"
+    limits = "" if report.limits == "groups" else ", with limits of single processes alone"
+    yield Finding("sandboxes", "ok" if strong else "optional", f"{report.tier}{limits}: {report.detail}")
     for lack in report.lacks:
         yield Finding(f"sandboxes: {lack.what}", "optional", f"missing, for {lack.why}", lack.mend)
 
