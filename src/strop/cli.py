@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from strop.sampling.opening import Endpoint
 
 app = typer.Typer(
     name="strop",
@@ -17,15 +20,27 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 model_app = typer.Typer(help="Models on this machine.", no_args_is_help=True)
+data_app = typer.Typer(help="Training data in files.", no_args_is_help=True)
 env_app = typer.Typer(help="Environments.", no_args_is_help=True)
 sandbox_app = typer.Typer(help="Places where model-written code runs.", no_args_is_help=True)
 app.add_typer(model_app, name="model")
+app.add_typer(data_app, name="data")
 app.add_typer(env_app, name="env")
 app.add_typer(sandbox_app, name="sandbox")
 
 Runs = Annotated[Path, typer.Option("--runs", help="Folder that holds the runs.")]
 Set = Annotated[
     list[str] | None, typer.Option("--set", help="Override a setting: a.b=c; a stage by name: stages.rl.steps=3.")
+]
+EndpointUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--endpoint", help="Sample from this OpenAI-compatible API (http://host:8000/v1), not from MODEL here."
+    ),
+]
+EndpointModel = Annotated[str | None, typer.Option("--endpoint-model", help="The model's name there; default MODEL.")]
+EndpointKey = Annotated[
+    str | None, typer.Option("--endpoint-key", envvar="STROP_ENDPOINT_KEY", help="The key that opens it.")
 ]
 
 
@@ -101,6 +116,9 @@ def evaluate(
     max_context: Annotated[int, typer.Option(help="Tokens of a whole conversation.")] = 1024,
     seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Write the evaluation here, for strop compare.")] = None,
+    endpoint: EndpointUrl = None,
+    endpoint_model: EndpointModel = None,
+    endpoint_key: EndpointKey = None,
 ) -> None:
     """Score a model on an environment: pass@1, pass@k, intervals, by difficulty."""
     from strop import console
@@ -111,7 +129,7 @@ def evaluate(
          "agent": {"kind": agent, "max_tokens": max_tokens, "max_turns": max_turns}},
         {"tasks": tasks, "split": split, "attempts": attempts,
          "temperature": (0.0 if attempts == 1 else 1.0) if temperature is None else temperature},
-        max_context=max_context, seed=seed, out=out,
+        max_context=max_context, seed=seed, out=out, endpoint=_endpoint(endpoint, endpoint_model, endpoint_key),
     )  # fmt: skip
 
 
@@ -251,11 +269,36 @@ def serve(
     name: Annotated[str | None, typer.Option(help="What clients call the model; default the folder's name.")] = None,
     slots: Annotated[int, typer.Option(help="Sequences decoded at once.")] = 64,
     max_context: Annotated[int, typer.Option(help="Tokens of a whole conversation.")] = 2048,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="STROP_API_KEY", help="What clients must send; default: anything goes.")
+    ] = None,
+    admin_key: Annotated[
+        str | None, typer.Option(envvar="STROP_ADMIN_KEY", help="Opens /admin; without one it is closed.")
+    ] = None,
+    endpoint: EndpointUrl = None,
+    endpoint_model: EndpointModel = None,
+    endpoint_key: EndpointKey = None,
 ) -> None:
     """Serve a model over the OpenAI and Anthropic APIs."""
     from strop import console
 
-    console.serve_model(model, host=host, port=port, name=name, slots=slots, max_context=max_context)
+    console.serve_model(
+        model,
+        host=host,
+        port=port,
+        name=name,
+        slots=slots,
+        max_context=max_context,
+        api_key=api_key,
+        admin_key=admin_key,
+        endpoint=_endpoint(endpoint, endpoint_model, endpoint_key),
+    )
+
+
+def _endpoint(url: str | None, model: str | None, key: str | None) -> Endpoint | None:
+    from strop.sampling.opening import Endpoint
+
+    return Endpoint(url, model, key) if url else None
 
 
 @sandbox_app.command("serve")
@@ -298,6 +341,27 @@ def model_get(name: Annotated[str, typer.Argument(help="A start model's name.")]
     typer.echo(fetch_model(name))
 
 
+@data_app.command("check")
+def data_check(
+    file: Annotated[Path, typer.Argument(help="A JSONL, JSON or Parquet file, or a folder of them.")],
+    model: Annotated[
+        str, typer.Option(help="Whose tokens are counted: a start model, a folder, or a hub name.")
+    ] = "smollm2",
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="A setting of a stage's data table: max_tokens=512.")
+    ] = None,
+    show: Annotated[int, typer.Option(help="Show so many rows as the model reads them.")] = 1,
+    batch_size: Annotated[int, typer.Option(help="Examples of one step.")] = 8,
+) -> None:
+    """Say row by row what is wrong with a data file, what it becomes, and what training on it would cost."""
+    from strop.config import parse_data
+    from strop.data.check import check_data, show_data_check
+
+    found = check_data(parse_data({"path": str(file), **dict(_pair(text) for text in set_ or [])}), model)
+    _print(show_data_check(found, show=show, batch_size=batch_size))
+    raise typer.Exit(0 if found.good else 1)
+
+
 @model_app.command("export")
 def model_export(
     source: Annotated[
@@ -330,6 +394,35 @@ def env_check(
     found = check_environment(spec, dict(_pair(text) for text in option or []))
     _print(show_check(found))
     raise typer.Exit(0 if found.good else 1)
+
+
+@env_app.command("serve")
+def env_serve(
+    spec: Annotated[str, typer.Argument(help="A built-in name, package.module:Class, or path/to/file.py:Class.")],
+    option: Annotated[list[str] | None, typer.Option(help="Option of the environment: name=value.")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port; 0 takes a free one.")] = 8001,
+) -> None:
+    """Serve an environment as a resources server of NeMo Gym."""
+    from strop import console
+
+    console.serve_environment(spec, dict(_pair(text) for text in option or []), host=host, port=port)
+
+
+@env_app.command("rows")
+def env_rows(
+    spec: Annotated[str, typer.Argument(help="A built-in name, package.module:Class, or path/to/file.py:Class.")],
+    out: Annotated[Path, typer.Argument(help="The file of JSON lines.")],
+    option: Annotated[list[str] | None, typer.Option(help="Option of the environment: name=value.")] = None,
+    split: Annotated[str, typer.Option(help="Which tasks.")] = "train",
+    tasks: Annotated[int, typer.Option(help="The first so many.")] = 1000,
+    agent: Annotated[str | None, typer.Option(help="Name of the agent in NeMo Gym's configuration.")] = None,
+) -> None:
+    """Write an environment's tasks as rows of NeMo Gym, for what strop env serve serves."""
+    from strop import console
+
+    options = dict(_pair(text) for text in option or [])
+    typer.echo(f"{console.write_rows(spec, options, out, split=split, tasks=tasks, agent=agent)} rows")
 
 
 def _pair(text: str) -> tuple[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -31,6 +32,7 @@ from strop.runs.events import Event
 from strop.runs.reading import RunRecord
 from strop.runs.run import Run
 from strop.runs.show import dollars, duration, interval, show_run
+from strop.sampling.opening import Endpoint
 from strop.statistics import Evaluation
 
 console = Console()
@@ -41,6 +43,8 @@ COLUMNS = (
     ("solved", "solved", ".0%"),
     ("recovery", "recovery", ".0%"),
     ("reverse_kl", "teacher KL", ".3f"),
+    ("accuracy", "accuracy", ".0%"),
+    ("margin", "margin", ".3f"),
     ("tokens_per_attempt", "tokens", ".0f"),
     ("mismatch_kl", "mismatch", ".1e"),
 )
@@ -161,6 +165,19 @@ class LiveLine:
                     f"  [bold cyan]held-out score ({event['name']}): {interval(score)} of {score.n} tasks[/]{recovery}",
                     soft_wrap=True,
                 )
+            case "examples":
+                console.print(
+                    f"  [dim]{event['trained']} examples, {event['tokens']:,} tokens of which {event['tokens_trained']:,} are "
+                    f"learnt; {event['held_out']} held out[/]"
+                )
+            case "validation":
+                accuracy = event["metrics"].get("accuracy")
+                further = f", {accuracy:.0%} of pairs the right way round" if accuracy is not None else ""
+                console.print(
+                    f"  [bold cyan]held-out examples after step {event['step']}: loss {event['metrics']['loss']:.4f}"
+                    f"{further}[/]",
+                    soft_wrap=True,
+                )
             case "gate" if event["passed"]:
                 console.print(f"  [dim]{event['message']}[/]")
             case "warning":
@@ -243,6 +260,7 @@ def evaluate_model(
     max_context: int,
     seed: int,
     out: Path | None,
+    endpoint: Endpoint | None = None,
 ) -> None:
     """Score a model and print pass@1, pass@k and scores by difficulty.
 
@@ -259,7 +277,7 @@ def evaluate_model(
             status.update(f"scoring {model} on {asked.name}: {done}/{of} attempts")
 
         found = run_until_interrupted(
-            score_model(model, asked, settings, max_context=max_context, seed=seed, tell=tell)
+            score_model(model, asked, settings, max_context=max_context, seed=seed, tell=tell, endpoint=endpoint)
         )
     console.print(evaluation_table(found))
     if found.failed:
@@ -338,28 +356,50 @@ def export(source: str, folder: Path, kind: str, dtype: str | None, tokenizer: s
     return folder
 
 
-def serve_model(model: str, *, host: str, port: int, name: str | None, slots: int, max_context: int) -> None:
+def serve_model(
+    model: str,
+    *,
+    host: str,
+    port: int,
+    name: str | None,
+    slots: int,
+    max_context: int,
+    api_key: str | None = None,
+    admin_key: str | None = None,
+    endpoint: Endpoint | None = None,
+) -> None:
     """Serve a model over HTTP until Ctrl-C.
+
+    Args:
+        model: a start model, a folder, or a hub name.
+        host, port: where to listen.
+        name: what clients call the model.
+        slots, max_context: of the sampler.
+        api_key, admin_key: see `strop.gateway.Access`.
+        endpoint: a server that samples; None samples here.
 
     Raises:
         StropError: the model can't be loaded, or the gateway's packages are missing.
     """
-    from strop.gateway import serve
-    from strop.models.load import load_model
-    from strop.models.policy import Policy
-    from strop.sampling.embedded import EmbeddedSampler
+    from strop.gateway import Access, serve
+    from strop.sampling.opening import open_sampler
     from strop.sampling.rendering import renderer_for
 
-    with console.status(f"loading {model}"):
-        loaded = load_model(model)
-        sampler = EmbeddedSampler(Policy(loaded.model), loaded.tokenizer, slots=slots, max_context=max_context)
-        renderer = renderer_for(loaded.tokenizer, loaded.source)
     known = name or Path(model).name
 
     def ready(url: str) -> None:
         console.print(f"{known} is served at {url} (OpenAI: {url}/v1, Anthropic: {url}). Ctrl-C ends it.")
 
-    _until_ended(serve(sampler, renderer, loaded.tokenizer, known, host=host, port=port, on_ready=ready))
+    async def work() -> None:
+        with console.status(f"loading {model}"):
+            sampler, tokenizer, source = await open_sampler(
+                model, slots=slots, max_context=max_context, endpoint=endpoint
+            )
+            renderer = renderer_for(tokenizer, source)
+        access = Access(api_key, admin_key)
+        await serve(sampler, renderer, tokenizer, known, host=host, port=port, access=access, on_ready=ready)
+
+    _until_ended(work())
 
 
 def serve_sandboxes(**options: Any) -> None:
@@ -374,6 +414,40 @@ def serve_sandboxes(**options: Any) -> None:
         console.print(f"Sandboxes are served at {url}; bearer token: {bearer}. Ctrl-C ends it.")
 
     _until_ended(serve(**options, on_ready=ready))
+
+
+def serve_environment(spec: str, options: Mapping[str, object], *, host: str, port: int) -> None:
+    """Serve an environment as a resources server of NeMo Gym until Ctrl-C.
+
+    Raises:
+        StropError: it can't be loaded, or the address can't be listened on.
+    """
+    from strop.environments import load_environment
+    from strop.environments.nemo_gym.server import serve
+
+    def ready(url: str) -> None:
+        console.print(f"{spec} is served at {url}. Ctrl-C ends it.")
+
+    _until_ended(serve(load_environment(spec, options), host, port, ready))
+
+
+def write_rows(
+    spec: str, options: Mapping[str, object], out: Path, *, split: str, tasks: int, agent: str | None
+) -> int:
+    """Write the first tasks of an environment as rows of NeMo Gym; how many there are.
+
+    Raises:
+        StropError: the environment can't be loaded.
+    """
+    import itertools
+    import json
+
+    from strop.environments import load_environment
+    from strop.environments.nemo_gym import row_of
+
+    found = list(itertools.islice(load_environment(spec, options).tasks(split), tasks))
+    out.write_text("".join(json.dumps(row_of(task, split, agent), ensure_ascii=False) + "\n" for task in found))
+    return len(found)
 
 
 def _until_ended(work: Any) -> None:

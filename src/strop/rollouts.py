@@ -121,6 +121,8 @@ class ModelCall:
         started, ended: seconds on the run's monotonic clock.
         experts: what the sampler's routers chose at the place before each token, prompt and sampled; None for a model
             without experts.
+        constrained: whether it was sampled within a grammar. Its log-probabilities are those of that distribution,
+            which the model alone does not have, so training on it has to be meant.
     """
 
     parent: int | None
@@ -133,6 +135,7 @@ class ModelCall:
     started: float = 0.0
     ended: float = 0.0
     experts: ExpertChoices | None = None
+    constrained: bool = False
 
     def __post_init__(self) -> None:
         if not len(self.tokens) == len(self.logprobs) == len(self.versions):

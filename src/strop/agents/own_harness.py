@@ -22,10 +22,12 @@ class OwnHarness:
     Attributes:
         token_budget: most tokens that may be sampled for an attempt; None for no limit.
         dropped_reasoning: "fork" or "keep", see `strop.gateway.Recording`.
+        allow_constrained: whether the agent may ask for schemas, which change the distribution that is sampled from.
     """
 
     token_budget: int | None = None
     dropped_reasoning: Literal["fork", "keep"] = "fork"
+    allow_constrained: bool = False
 
     async def run(self, task: Task, session: Session, conversation: Conversation) -> None:
         """See `Agent.run`."""
@@ -44,6 +46,7 @@ class OwnHarness:
                 token_budget=self.token_budget,
                 deadline=conversation.deadline,
                 dropped_reasoning=self.dropped_reasoning,
+                allow_constrained=self.allow_constrained,
                 clock=conversation.clock,
             )
             try:

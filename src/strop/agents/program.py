@@ -44,6 +44,7 @@ class Program:
         variables: further environment variables.
         files: paths, relative to its working directory, that go to the scorer if they are there.
         dropped_reasoning: "fork" or "keep", see `strop.gateway.Recording`.
+        allow_constrained: whether the agent may ask for schemas, which change the distribution that is sampled from.
     """
 
     command: str
@@ -53,6 +54,7 @@ class Program:
     variables: Mapping[str, str] = field(default_factory=dict)
     files: tuple[str, ...] = ()
     dropped_reasoning: Literal["fork", "keep"] = "fork"
+    allow_constrained: bool = False
 
     def __post_init__(self) -> None:
         if not self.command.strip():
@@ -75,6 +77,7 @@ class Program:
                 token_budget=self.token_budget,
                 deadline=conversation.deadline,
                 dropped_reasoning=self.dropped_reasoning,
+                allow_constrained=self.allow_constrained,
                 clock=conversation.clock,
             )
             try:

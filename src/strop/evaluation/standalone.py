@@ -12,6 +12,7 @@ from strop.costs import Ledger
 from strop.environments import load_environment
 from strop.evaluation.evaluate import attempt_all, evaluation_of
 from strop.rollouts import derive_seed
+from strop.sampling.opening import Endpoint, open_sampler
 from strop.sampling.sampler import SamplingParams
 from strop.statistics import Evaluation
 
@@ -24,6 +25,7 @@ async def score_model(
     max_context: int,
     seed: int = 0,
     tell: Callable[[int, int], None] = lambda done, of: None,
+    endpoint: Endpoint | None = None,
 ) -> Evaluation:
     """Score a model.
 
@@ -34,25 +36,22 @@ async def score_model(
         max_context: tokens of a whole conversation.
         seed: of the sampling.
         tell: told attempts done, and of how many.
+        endpoint: a server that samples; None samples here. `model` gives the tokenizer alone then.
 
     Raises:
         StropError: the model, the environment or an option is not right.
     """
-    from strop.models.load import load_model
-    from strop.models.policy import Policy
-    from strop.sampling.embedded import EmbeddedSampler
     from strop.sampling.rendering import renderer_for
 
     environment = load_environment(asked.name, asked.options)
     split = environment.tasks(settings.split)
     tasks = [split[number] for number in range(min(settings.tasks, len(split)))]
-    loaded = load_model(model)
-    sampler = EmbeddedSampler(Policy(loaded.model), loaded.tokenizer, max_context=max_context)
+    sampler, tokenizer, source = await open_sampler(model, slots=64, max_context=max_context, endpoint=endpoint)
     runner = AttemptRunner(
         environment=environment,
         agent=make_agent(asked.agent),
         sampler=sampler,
-        renderer=renderer_for(loaded.tokenizer, loaded.source),
+        renderer=renderer_for(tokenizer, source),
         params=SamplingParams(max_tokens=asked.agent.max_tokens, temperature=settings.temperature),
         seconds=600.0,
         ledger=Ledger(),

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import logging
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,17 +21,18 @@ from strop.errors import AttemptError, StropError
 from strop.gateway.admin import admin_routes
 from strop.gateway.attempts import Answer, Attempt, RetryMark
 from strop.gateway.dialects import anthropic, chat, completions, responses
-from strop.gateway.dialects.fields import Body
+from strop.gateway.dialects.fields import Body, Events
 from strop.gateway.engine import Engine, Request
-from strop.gateway.errors import RequestError
+from strop.gateway.errors import RequestError, as_request_error, error_body
+from strop.gateway.event_stream import EventResponse
 from strop.gateway.messages import plain_message, plain_tool
+from strop.gateway.streaming import Listener
 from strop.gateway.tokens import TokenText
 from strop.rollouts import Message
 
-_log = logging.getLogger("strop.gateway")
 _KEPT_RESPONSES = 1024  # conversations kept for `previous_response_id`
 Write = Callable[[Body, list[Answer], str, str, TokenText], dict[str, Any]]
-Events = Callable[[Body, list[Answer], str, str, TokenText], Iterator[dict[str, Any]]]
+MakeEvents = Callable[[Body, str, str, TokenText], Events]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +89,12 @@ class Gateway:
             lambda body, mark, _: completions.read_generate(body, mark, text),
             completions.write_generate,
         )
-        chats = _Api(self, "chat", lambda body, mark, _: chat.read(body, mark), chat.write, chat.events)
+        chats = _Api(self, "chat", lambda body, mark, _: chat.read(body, mark), chat.write, chat.Events)
         messages = _Api(
-            self, "messages", lambda body, mark, _: anthropic.read(body, mark), anthropic.write, anthropic.events, True
+            self, "messages", lambda body, mark, _: anthropic.read(body, mark), anthropic.write, anthropic.Events, True
         )
-        answers = _Api(self, "responses", self._read_responses, responses.write, responses.events, True)
-        completion.events = completions.events
+        answers = _Api(self, "responses", self._read_responses, responses.write, responses.Events, True)
+        completion.events = completions.Events
         post: list[tuple[str, Callable[..., Any]]] = [
             ("/v1/chat/completions", chats),
             ("/v1/messages", messages),
@@ -213,17 +213,17 @@ class _Api:
     name: str
     read: Callable[[Body, RetryMark, Attempt | None], Request]
     write: Write
-    events: Events | None = None
+    events: MakeEvents | None = None
     named_events: bool = False  # whether each event has an `event:` line, and the stream no `[DONE]`
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """ASGI entry point."""
         started = time.perf_counter()
         response = await guarded(HttpRequest(scope, receive), self._respond)
+        await response(scope, receive, send)
         metrics = self.gateway.engine.metrics
         metrics.requests.labels(self.name, str(response.status_code)).inc()
         metrics.seconds.labels(self.name).observe(time.perf_counter() - started)
-        await response(scope, receive, send)
 
     async def _respond(self, http: HttpRequest) -> Response:
         gateway = self.gateway
@@ -232,24 +232,41 @@ class _Api:
         body = await read_body(http)
         gateway.check_model(body)
         request = self.read(body, _mark(http), attempt)
-        if body.get("stream") and self.events is None:
+        identity = uuid.uuid4().hex
+        if not body.get("stream"):
+            answers = await self._answers(http, body, request, attempt, identity)
+            return as_json(self.write(body, answers, identity, gateway.model, gateway.engine.text))
+        if self.events is None:
             raise RequestError("stream: this endpoint has no events", parameter="stream")
+        events = self.events(body, identity, gateway.model, gateway.engine.text)
+
+        def answering(listener: Listener) -> Coroutine[Any, Any, list[Answer]]:
+            return self._answers(http, body, request, attempt, identity, listener)
+
+        return await EventResponse.begun(http, events, answering, named=self.named_events)
+
+    async def _answers(
+        self,
+        http: HttpRequest,
+        body: Body,
+        request: Request,
+        attempt: Attempt | None,
+        identity: str,
+        listener: Listener | None = None,
+    ) -> list[Answer]:
+        """The answers to a request, counted and remembered."""
+        gateway, metrics = self.gateway, self.gateway.engine.metrics
         retries = attempt.retries if attempt else 0
         try:
-            answers = await _unless_disconnected(http, gateway.engine.answer(request, attempt))
+            answers = await _unless_disconnected(http, gateway.engine.answer(request, attempt, listener))
         except AttemptError as error:
-            gateway.engine.metrics.failures.labels(error.kind.value).inc()
+            metrics.failures.labels(error.kind.value).inc()
             raise
         if attempt and attempt.retries > retries:
-            gateway.engine.metrics.retries.inc()
-        identity = uuid.uuid4().hex
+            metrics.retries.inc()
         if self.name == "responses":
             gateway.remember(body, request, answers, identity, attempt.id if attempt else "")
-        text = gateway.engine.text
-        if body.get("stream") and self.events is not None:
-            events = self.events(body, answers, identity, gateway.model, text)
-            return Response(_stream(events, self.named_events), media_type="text/event-stream")
-        return as_json(self.write(body, answers, identity, gateway.model, text))
+        return answers
 
 
 @dataclass(slots=True)
@@ -276,17 +293,10 @@ async def guarded(http: HttpRequest, respond: Callable[[HttpRequest], Awaitable[
     """A response, whatever happens: errors in the form of the API that was called."""
     try:
         return await respond(http)
-    except RequestError as error:
-        return _error(http, error)
-    except AttemptError as error:  # of the system: the attempt is lost, and asking again is no use
-        return _error(http, RequestError(str(error), status=503, code="system_failure"), retry=False)
     except ClientDisconnect:
         return Response(status_code=499)
-    except Exception:
-        _log.exception("a request to %s met a bug", http.url.path)
-        return _error(
-            http, RequestError("The gateway met a bug; its log says more.", status=500, code="internal_error")
-        )
+    except Exception as error:
+        return _error(http, as_request_error(http, error), retry=False if isinstance(error, AttemptError) else None)
 
 
 async def read_body(http: HttpRequest) -> Body:
@@ -329,28 +339,8 @@ async def _unless_disconnected(http: HttpRequest, answering: Awaitable[list[Answ
         watching.cancel()
 
 
-def _stream(events: Iterator[dict[str, Any]], named: bool) -> bytes:
-    """Server-sent events."""
-    parts = []
-    for event in events:
-        if named:
-            parts += [b"event: ", event["type"].encode(), b"\n"]
-        parts += [b"data: ", orjson.dumps(event), b"\n\n"]
-    if not named:
-        parts.append(b"data: [DONE]\n\n")
-    return b"".join(parts)
-
-
 def _error(http: HttpRequest, error: RequestError, *, retry: bool | None = None) -> Response:
-    kind = "invalid_request_error" if error.status < 500 else "server_error"
-    if http.url.path.endswith(("/messages", "/count_tokens")):
-        names = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
-        name = names.get(error.status, kind if error.status < 500 else "api_error")
-        body: dict[str, Any] = {"type": "error", "error": {"type": name, "message": error.message}}
-    else:
-        fields = {"message": error.message, "type": kind, "param": error.parameter or None, "code": error.code}
-        body = {"error": fields}
-    response = as_json(body, error.status)
+    response = as_json(error_body(http, error), error.status)
     if retry is not None or error.status == 409:  # OpenAI's and Anthropic's clients would try a 409 again
         response.headers["x-should-retry"] = "true" if retry else "false"
     return response

@@ -84,6 +84,7 @@ class Attempt:
         token_budget: most tokens that may be sampled; None for no limit.
         deadline: on `time.monotonic()`'s clock, for all of its calls.
         clock: the run's monotonic clock.
+        allow_constrained: whether its calls may be sampled within a grammar although `params` say how to sample.
         failure: the first failure of the system that one of its calls met.
         frozen: it is over: nothing is recorded any more.
         retries: requests that were recognised as repeated.
@@ -96,6 +97,7 @@ class Attempt:
     token_budget: int | None
     deadline: float | None
     clock: Callable[[], float]
+    allow_constrained: bool = False
     failure: AttemptError | None = None
     frozen: bool = False
     retries: int = 0
@@ -228,6 +230,7 @@ class Attempts:
         deadline: float | None = None,
         sessions: tuple[str, ...] = (),
         dropped_reasoning: Literal["fork", "keep"] = "fork",
+        allow_constrained: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> Attempt:
         """Open an attempt and mint its key.
@@ -236,7 +239,7 @@ class Attempts:
             rollout: what is recorded into.
             renderer: of the model.
             name: the attempt's id; the rollout's if None.
-            params, token_budget, deadline, clock: see `Attempt`.
+            params, token_budget, deadline, allow_constrained, clock: see `Attempt`.
             sessions: session ids by which a client that can't be given the key will name it.
             dropped_reasoning: see `Recording`.
 
@@ -248,7 +251,7 @@ class Attempts:
             raise RequestError(f"The attempt {identity!r} is open already.", status=409, code="attempt_exists")
         recording = Recording(rollout, renderer, dropped_reasoning=dropped_reasoning)
         key = _KEY_PREFIX + secrets.token_urlsafe(24)
-        attempt = Attempt(identity, key, recording, params, token_budget, deadline, clock)
+        attempt = Attempt(identity, key, recording, params, token_budget, deadline, clock, allow_constrained)
         self._by_id[identity] = attempt
         self._by_key[_digest(key)] = attempt
         self._by_session |= dict.fromkeys(sessions, attempt)

@@ -34,18 +34,18 @@ class Metrics:
             tokens.labels(kind) for kind in ("prompt", "prompt_new", "prompt_cached", "sampled")
         )
         calls = Counter("strop_gateway_calls", "Model calls by where they went on", ["place"], registry=self.registry)
-        self._extended, self._root = calls.labels("extension"), calls.labels("root")
+        self._extended, self._root, self._fork = map(calls.labels, ("extension", "root", "fork"))
         self.retries = Counter("strop_gateway_retries", "Requests recognised as repeated", registry=self.registry)
         self.failures = Counter("strop_gateway_failures", "Failures of the system", ["kind"], registry=self.registry)
         self.registry.register(_State(engine))
 
-    def sampled(self, place: Place, prompt: list[int], sample: Sample) -> None:
-        """Count one model call."""
+    def sampled(self, place: Place, prompt: list[int], sample: Sample, *, forked: bool) -> None:
+        """Count one model call; `forked` if it opened a further root, its agent having rewritten its history."""
         self._read.inc(len(prompt))
         self._new.inc(len(place.prompt))
         self._cached.inc(sample.cached)
         self._sampled.inc(len(sample.tokens))
-        (self._root if place.parent is None else self._extended).inc()
+        (self._fork if forked else self._root if place.parent is None else self._extended).inc()
 
     def text(self) -> bytes:
         """All of it, as Prometheus scrapes it."""

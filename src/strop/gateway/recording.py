@@ -68,6 +68,8 @@ class Recording:
         self.rollout, self.renderer = rollout, renderer
         self._keep_reasoning = dropped_reasoning == "keep"
         self._trees: dict[bytes, _Point] = {}  # by what the tools are
+        self._walked: tuple[list[Message], list[_Point]] = ([], [])  # the conversation placed last, and its points
+        self._tools_walked = b""
         self._digests: list[bytes] = []  # of each call, its sampled tokens included
         self._children: dict[int | None, list[int]] = {None: []}
         self._roots: set[bytes] = set()
@@ -90,12 +92,12 @@ class Recording:
                 "recorded as the model's",
                 parameter="messages",
             )
-        point = self._trees.setdefault(tools_key(tools), _Point())
+        path = self._path(messages, tools_key(tools))
+        point = path[-1]
         parent, since = None, 0
-        for number, message in enumerate(messages):
-            point = point.next.setdefault(message_key(message), _Point())
-            if point.call is not None:
-                parent, since = point.call, number + 1
+        for number, passed in enumerate(path, 1):
+            if passed.call is not None:
+                parent, since = passed.call, number
         new = messages[since:]
         added = self._added(parent, new, tools) if parent is not None else None
         if added is None:
@@ -106,6 +108,24 @@ class Recording:
                 raise RequestError(f"messages: the model can't read them: {error}", parameter="messages") from error
         added += opening
         return Place(parent, added, self._digest(parent, added), tuple(new), point)
+
+    def _path(self, messages: list[Message], tools: bytes) -> list[_Point]:
+        """The point after each message. What the call before said in the same words is neither hashed nor searched."""
+        begun, known = self._walked if self._tools_walked == tools else ([], [])
+        same = next(
+            (n for n, (old, new) in enumerate(zip(begun, messages, strict=False)) if old != new),
+            min(len(begun), len(messages)),
+        )
+        path = known[:same]
+        point = path[-1] if path else self._trees.setdefault(tools, _Point())
+        for message in messages[same:]:
+            key = message_key(message)
+            if (after := point.next.get(key)) is None:
+                after = point.next[key] = _Point()
+            point = after
+            path.append(point)
+        self._walked, self._tools_walked = (messages, path), tools
+        return path
 
     def place_tokens(self, prompt: Sequence[int]) -> Place:
         """Find where a prompt of token ids goes on: after the longest branch that it begins with."""
@@ -120,7 +140,9 @@ class Recording:
         """The whole prompt of a call."""
         return place.prompt if place.parent is None else [*self.rollout.branch_tokens(place.parent), *place.prompt]
 
-    def add(self, place: Place, sample: Sample, reply: Message, started: float, ended: float) -> int:
+    def add(
+        self, place: Place, sample: Sample, reply: Message, started: float, ended: float, *, constrained: bool = False
+    ) -> int:
         """Record what was sampled at a place.
 
         Args:
@@ -128,6 +150,7 @@ class Recording:
             sample: its tokens are kept as they are.
             reply: the assistant's message as the agent gets it, and as it will be known again.
             started, ended: seconds on the run's monotonic clock.
+            constrained: whether it was sampled within a grammar.
 
         Returns:
             the index of the call in the rollout.
@@ -143,6 +166,8 @@ class Recording:
             cached=sample.cached,
             started=started,
             ended=ended,
+            constrained=constrained,
+            experts=sample.experts and sample.experts.last(len(place.prompt) + len(sample.tokens)),
         )
         index = len(calls)
         if place.parent is None:

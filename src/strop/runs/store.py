@@ -30,6 +30,7 @@ _CALL = pa.struct(
         ("started", pa.float64()),
         ("ended", pa.float64()),
         ("experts", pa.struct([("layers", pa.int32()), ("per_token", pa.int32()), ("ids", pa.binary())])),
+        ("constrained", pa.bool_()),
     ]
 )
 SCHEMA = pa.schema(
@@ -170,6 +171,7 @@ def _call_dict(call: ModelCall) -> dict[str, Any]:
         "started": call.started,
         "ended": call.ended,
         "experts": asdict(call.experts) if call.experts else None,
+        "constrained": call.constrained,
     }
 
 

@@ -12,17 +12,20 @@ import contextlib
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Several
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
+from torch import Tensor
 
 from strop.costs.ledger import Ledger
-from strop.errors import AttemptError, BatchError, ConfigError
+from strop.errors import AttemptError, BatchError, ConfigError, StropError
 from strop.models.policy import Policy
 from strop.rollouts import FailureKind, FinishReason, derive_seed
+from strop.sampling.constraints import Constraint, Constraints
 from strop.sampling.draw import draw, uniform
 from strop.sampling.embedded_fused import FusedEngine
 from strop.sampling.embedded_generic import GenericEngine
@@ -72,7 +75,7 @@ class EmbeddedSampler:
 
     Args:
         policy: the weights. Every step holds them still; a publication falls between two steps.
-        tokenizer: for stop strings alone; None refuses them.
+        tokenizer: for stop strings and grammars; None refuses them.
         slots: most sequences that are decoded at once.
         parked: further sequences whose keys and values are kept after they ended, for a next turn; None: as many as
             `slots`. The longest unused one gives way.
@@ -110,6 +113,8 @@ class EmbeddedSampler:
             else GenericEngine(policy, slots)
         )
         self.queue_limit = queue_limit
+        self._constraints: Constraints | None = None
+        self._constraining = threading.Lock()
         self._wake = threading.Condition()
         self._queue: deque[Sequence] = deque()
         self._active: list[Sequence] = []
@@ -137,8 +142,29 @@ class EmbeddedSampler:
 
     async def sample(self, prompt: Several[int], params: SamplingParams, *, deadline: float | None = None) -> Sample:
         """See `strop.sampling.sampler.Sampler.sample`."""
+        return await self._sample(prompt, params, None, deadline)
+
+    async def sample_streaming(
+        self,
+        prompt: Several[int],
+        params: SamplingParams,
+        on_tokens: Callable[[list[int]], None],
+        *,
+        deadline: float | None = None,
+    ) -> Sample:
+        """See `strop.sampling.sampler.StreamingSampler.sample_streaming`."""
+        return await self._sample(prompt, params, on_tokens, deadline)
+
+    async def _sample(
+        self,
+        prompt: Several[int],
+        params: SamplingParams,
+        on_tokens: Callable[[list[int]], None] | None,
+        deadline: float | None,
+    ) -> Sample:
         self._check(prompt, params)
         asked = time.monotonic()
+        constraint = await asyncio.to_thread(self._constrain, params.grammar) if params.grammar else None
         loop = self._enter_loop()
         sequence: Sequence | None = None
         left = None if deadline is None else max(0.0, deadline - asked)
@@ -151,6 +177,8 @@ class EmbeddedSampler:
                     future=loop.create_future(),
                     asked=asked,
                     limit=min(len(prompt) + params.max_tokens, self._max_context),
+                    constraint=constraint,
+                    on_tokens=on_tokens,
                     adapter=self.policy.adapter if params.adapter is None else params.adapter,
                 )
                 self._submit(sequence)
@@ -166,6 +194,17 @@ class EmbeddedSampler:
                 sequence.cancelled = True
                 with self._wake:
                     self._wake.notify()
+
+    async def check_grammar(self, grammar: str) -> None:
+        """See `strop.sampling.sampler.ConstrainedSampler.check_grammar`."""
+        await asyncio.to_thread(self._constrain, grammar)
+
+    def _constrain(self, grammar: str) -> Constraint:
+        """A constraint at its beginning; the first one takes a second, in which the tokenizer is read."""
+        with self._constraining:
+            if self._constraints is None:
+                self._constraints = Constraints(self.tokenizer)
+        return self._constraints.begin(grammar)
 
     async def close(self) -> None:
         """End sampling; requests in flight raise `AttemptError(FailureKind.SAMPLER)`. May be called twice."""
@@ -222,6 +261,8 @@ class EmbeddedSampler:
             raise ConfigError("sampling.adapter", f"there is no adapter {params.adapter!r}", f"There are: {there}")
         if params.stop and self.tokenizer is None:
             raise ConfigError("sampling.stop", "this sampler has no tokenizer", "Give it one, or use stop_token_ids")
+        if params.grammar and self.tokenizer is None:
+            raise ConfigError("sampling.grammar", "this sampler has no tokenizer", "Give it one")
         if self._broken:
             raise AttemptError(FailureKind.SAMPLER, self._broken)
 
@@ -290,6 +331,7 @@ class EmbeddedSampler:
                 sequences, logits = self._engine.step()
             ended: list[tuple[Sequence, Sample | AttemptError]] = []
             if logits is not None:
+                sequences, logits = self._within_grammars(sequences, logits, ended)
                 params = [sequence.params for sequence in sequences]
                 uniforms = [uniform(s.params.seed or 0, len(s.tokens)) for s in sequences]
                 for sequence, token, logprob in zip(sequences, *draw(logits, params, uniforms), strict=True):
@@ -304,8 +346,27 @@ class EmbeddedSampler:
         if self.ledger:
             prompt = self._engine.prefilled - prefilled
             self.ledger.count(prompt=prompt, cached=cached, sampled=len(sequences))
-        if ended or joined or left:
-            self._tell(ended, joined + left)
+        streamed = [(s, s.tokens[-1]) for s in sequences if s.on_tokens]
+        if ended or joined or left or streamed:
+            self._tell(ended, joined + left, streamed)
+
+    def _within_grammars(
+        self, sequences: list[Sequence], logits: Tensor, ended: list[tuple[Sequence, Sample | AttemptError]]
+    ) -> tuple[list[Sequence], Tensor]:
+        """Leave to each sequence the tokens that its grammar allows. One that can't be followed any more ends."""
+        if not any(sequence.constraint for sequence in sequences):
+            return sequences, logits
+        logits, going_on = logits.clone(), []
+        for row, sequence in enumerate(sequences):
+            try:
+                if sequence.constraint:
+                    allowed = sequence.constraint.allowed(logits.shape[1]).to(logits.device)
+                    logits[row].masked_fill_(~allowed, float("-inf"))
+                going_on.append(row)
+            except StropError as error:
+                self._leave(sequence)
+                ended.append((sequence, AttemptError(FailureKind.SAMPLER, str(error))))
+        return [sequences[row] for row in going_on], logits[going_on]
 
     def _drop_cancelled(self) -> int:
         """Free what cancelled requests held; gives how many places in the queue that frees."""
@@ -346,7 +407,8 @@ class EmbeddedSampler:
         sequence.tokens.append(token)
         sequence.logprobs.append(logprob)
         sequence.versions.append(version)
-        if token in sequence.params.stop_token_ids or self._hits_stop_string(sequence):
+        complete = sequence.constraint is not None and sequence.constraint.take(token)
+        if complete or token in sequence.params.stop_token_ids or self._hits_stop_string(sequence):
             reason = FinishReason.STOP
         elif sequence.length >= sequence.limit:
             reason = FinishReason.LENGTH
@@ -368,13 +430,21 @@ class EmbeddedSampler:
         with self._wake:
             self._active.remove(sequence)
 
-    def _tell(self, ended: list[tuple[Sequence, Sample | AttemptError]], places: int) -> None:
+    def _tell(
+        self,
+        ended: list[tuple[Sequence, Sample | AttemptError]],
+        places: int,
+        streamed: Several[tuple[Sequence, int]] = (),
+    ) -> None:
         """Hand the results of a step, and the freed places of the queue, to the event loop in one callback."""
         loop = self._loop
 
         def hand_over() -> None:
             for _ in range(places):
                 self._places.release()
+            for sequence, token in streamed:
+                if sequence.on_tokens and not sequence.cancelled and not sequence.future.done():
+                    sequence.on_tokens([token])
             for sequence, result in ended:
                 if sequence.future.done():
                     continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from strop.rollouts import ExpertChoices, FinishReason
+from strop.sampling.constraints import Constraint
 from strop.sampling.sampler import Sample, SamplingParams
 
 
@@ -29,8 +31,10 @@ class Sequence:
         row: the engine's place for it.
         source, shared: the row (and when that was taken) whose first `shared` tokens it will copy once computed.
         cached: prompt tokens that needed no computing.
+        constraint: which tokens may come next; None: any.
         adapter: name of the adapter it is sampled through; "" for the base alone.
         experts: what routers chose at the places computed so far, in order: (places, layers, per_token) each.
+        on_tokens: told every token in the event loop as it is sampled; None: nobody asks.
     """
 
     prompt: np.ndarray
@@ -51,6 +55,8 @@ class Sequence:
     cached: int = 0
     adapter: str = ""
     experts: list[Tensor] = field(default_factory=list)
+    constraint: Constraint | None = None
+    on_tokens: Callable[[list[int]], None] | None = None
 
     @property
     def length(self) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -28,6 +28,7 @@ from renderers.configs import DefaultRendererConfig, config_from_name
 
 from strop.errors import BatchError, ModelError
 from strop.rollouts import Message, ToolSpec
+from strop.sampling.encoding import text_functions
 
 _CALL, _CALL_END = "<tool_call>", "</tool_call>"
 _RESULT, _RESULT_END = "<tool_response>", "</tool_response>"
@@ -57,11 +58,14 @@ class ChatMLRenderer:
     is_prefix_stable = True
     #: `bridge_to_next_turn` looks at nothing before the last turn, so a caller may pass that turn alone.
     bridges_from_last_turn = True
+    #: A reply is its content, letter by letter, until the first of these; a tool call as JSON (`name`, `arguments`)
+    #: stands between the two.
+    call_marks = (_CALL, _CALL_END)
 
     def __init__(self, tokenizer: Any, default_system: str | None = None) -> None:
         self.tokenizer = tokenizer
         self._default_system = default_system
-        self._encode_plain, self._decode = _text_functions(tokenizer)
+        self._encode_plain, self._decode = text_functions(tokenizer)
         markers = _marker_strings(tokenizer)
         for marker in ("<|im_start|>", "<|im_end|>"):
             if len(self._encode_plain(marker)) != 1:
@@ -224,7 +228,10 @@ def describe_tools(tools: Iterable[ToolSpec]) -> str:
 
 
 def training_example(
-    renderer: Renderer, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()
+    renderer: Renderer,
+    messages: Sequence[Message],
+    tools: Sequence[ToolSpec] = (),
+    trained: Sequence[bool] | None = None,
 ) -> tuple[list[int], list[bool]]:
     """A conversation as supervised training data: its tokens, and which of them the model should learn to sample.
 
@@ -234,6 +241,7 @@ def training_example(
         renderer: renders for the model that is trained.
         messages: the whole conversation.
         tools: what the assistant may call in it.
+        trained: for each message, whether it is to be learnt if it is the assistant's; None for all of them.
 
     Returns:
         token ids and, of the same length, the mask.
@@ -243,25 +251,28 @@ def training_example(
             that the rendered conversation isn't what the model would have seen.
     """
     conversation, specs = list(messages), list(tools) or None
+    learnt = [True] * len(conversation) if trained is None else list(trained)
     if renderer.is_prefix_stable:
-        sample = build_training_sample(renderer, conversation, tools=specs)
-        tokens, mask = list(sample.token_ids), [bool(trained) for trained in sample.loss_mask]
+        sample = build_training_sample(renderer, conversation, tools=specs, message_loss_mask=learnt)
+        tokens, mask = list(sample.token_ids), [bool(token) for token in sample.loss_mask]
     else:
-        tokens, mask = _mask_by_prefixes(renderer, conversation, specs)
+        tokens, mask = _mask_by_prefixes(renderer, conversation, specs, learnt)
     if not any(mask):
-        raise BatchError("A training conversation has no assistant turn, so nothing in it would be trained on.")
+        raise BatchError(
+            "A training conversation has no assistant turn to learn, so nothing in it would be trained on."
+        )
     return tokens, mask
 
 
 def _mask_by_prefixes(
-    renderer: Renderer, messages: list[Message], tools: list[ToolSpec] | None
+    renderer: Renderer, messages: list[Message], tools: list[ToolSpec] | None, learnt: Sequence[bool]
 ) -> tuple[list[int], list[bool]]:
-    """The mask, found by rendering the prompt and the whole of every assistant turn."""
+    """The mask, found by rendering the prompt and the whole of every assistant turn that is learnt."""
     tokens: list[int] = renderer.render_ids(messages, tools=tools)
     mask = [False] * len(tokens)
     stops = set(renderer.get_stop_token_ids())
     for index, message in enumerate(messages):
-        if message.get("role") != "assistant":
+        if message.get("role") != "assistant" or not learnt[index]:
             continue
         prompt = renderer.render_ids(messages[:index], tools=tools, add_generation_prompt=True)
         turn = renderer.render_ids(messages[: index + 1], tools=tools)
@@ -347,21 +358,6 @@ def _default_system(tokenizer: Any) -> str | None:
         r"(?:<\|im_start\|>system\n(?P<system>.*)<\|im_end\|>\n)?<\|im_start\|>user\nHi<\|im_end\|>\n", text, re.DOTALL
     )
     return (found["system"] or "") if found else None
-
-
-def _text_functions(tokenizer: Any) -> tuple[Callable[[str], list[int]], Callable[[Sequence[int]], str]]:
-    """Encode and decode. transformers' wrappers take ten times as long as the tokenizer inside them."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return (
-            lambda text: list(tokenizer.encode(text, add_special_tokens=False)),
-            lambda ids: str(tokenizer.decode(list(ids))),
-        )
-    return (
-        # The fast one leaves out where each token stood in the text: the same ids in about two thirds of the time.
-        lambda text: list(backend.encode_batch_fast([text], add_special_tokens=False)[0].ids),
-        lambda ids: str(backend.decode(list(ids), skip_special_tokens=False)),
-    )
 
 
 def _marker_strings(tokenizer: Any) -> list[str]:

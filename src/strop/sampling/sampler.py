@@ -5,7 +5,7 @@ Every sampler (embedded, vLLM, a fake one in tests) passes one conformance suite
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -28,6 +28,8 @@ class SamplingParams:
             None draws one.
         adapter: name of the adapter to sample through, of those on the base that the sampler has; "" for the base alone,
             None for the sampler's own default.
+        grammar: what the text has to be, from `strop.sampling.grammars.grammar`; None: anything. Log-probabilities
+            are those of the distribution over the tokens that it allows. Only a `ConstrainedSampler` takes one.
     """
 
     max_tokens: int
@@ -39,6 +41,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     seed: int | None = None
     adapter: str | None = None
+    grammar: str | None = None
 
 
 @dataclass(slots=True)
@@ -107,4 +110,42 @@ class Sampler(Protocol):
 
     async def close(self) -> None:
         """End sampling; requests in flight raise `AttemptError(FailureKind.SAMPLER)`. May be called twice."""
+        ...
+
+
+@runtime_checkable
+class StreamingSampler(Sampler, Protocol):
+    """A sampler that tells tokens before the sample is complete. Not every one can, and nothing but streams asks it."""
+
+    async def sample_streaming(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        on_tokens: Callable[[list[int]], None],
+        *,
+        deadline: float | None = None,
+    ) -> Sample:
+        """Sample as `sample` does.
+
+        Args:
+            prompt, params, deadline: see `sample`.
+            on_tokens: called in the event loop with the tokens sampled since it was called last, each once and in
+                order, all of them before this returns. Nothing is told once the call is cancelled.
+
+        Raises:
+            BatchError, AttemptError: see `sample`; what was told before is void then.
+        """
+        ...
+
+
+@runtime_checkable
+class ConstrainedSampler(Sampler, Protocol):
+    """A sampler that can sample within a grammar."""
+
+    async def check_grammar(self, grammar: str) -> None:
+        """Find out whether `SamplingParams.grammar` may be this.
+
+        Raises:
+            StropError: the grammar is wrong, or what it takes is not installed.
+        """
         ...

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from strop.gateway.attempts import Answer, RetryMark
-from strop.gateway.dialects.fields import Body, check_names, flag, items, number, strings, whole
+from strop.gateway.dialects.fields import Body, answer_schema, check_names, flag, items, number, strings, whole
 from strop.gateway.engine import Request, Wishes
 from strop.gateway.errors import RequestError
 from strop.gateway.messages import plain_text, plain_tool, tool_call
@@ -16,10 +16,10 @@ from strop.rollouts import Message, ToolSpec
 
 _HONOURED = {
     *("model", "messages", "system", "tools", "tool_choice", "max_tokens", "stop_sequences", "stream", "temperature"),
-    *("top_p", "top_k"),
+    *("top_p", "top_k", "output_config", "output_format"),
 }
-_WITHOUT_EFFECT = {"metadata", "service_tier", "cache_control", "betas", "thinking", "inference_geo", "output_config"}
-_OFF: dict[str, Any] = {"container": None, "mcp_servers": [], "context_management": None, "output_format": None}
+_WITHOUT_EFFECT = {"metadata", "service_tier", "cache_control", "betas", "thinking", "inference_geo"}
+_OFF: dict[str, Any] = {"container": None, "mcp_servers": [], "context_management": None}
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -41,7 +41,9 @@ def read(body: Body, mark: RetryMark) -> Request:
         top_k=whole(body, "top_k", 0),
         stop=strings(body, "stop_sequences"),
     )
-    return Request(tuple(messages), (), tuple(tools), choice, parallel, wishes, mark=mark)
+    form = (body.get("output_config") or {}).get("format") or body.get("output_format")
+    answer = answer_schema(form, "output_config.format")
+    return Request(tuple(messages), (), tuple(tools), choice, parallel, wishes, mark=mark, answer=answer)
 
 
 def conversation(body: Body) -> tuple[list[Message], list[ToolSpec]]:
@@ -155,19 +157,49 @@ def _blocks(answer: Answer) -> list[dict[str, Any]]:
     return blocks
 
 
-def events(body: Body, answers: list[Answer], identity: str, model: str, text: TokenText) -> Iterator[dict[str, Any]]:
-    """The events of a streamed response."""
-    message = write(body, answers, identity, model, text)
-    begun = {**message["usage"], "output_tokens": 0}
-    empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": begun}
-    yield {"type": "message_start", "message": {**message, **empty}}
-    for position, block in enumerate(message["content"]):
-        yield {"type": "content_block_start", "index": position, "content_block": _emptied(block)}
-        yield {"type": "content_block_delta", "index": position, "delta": _delta(block)}
-        yield {"type": "content_block_stop", "index": position}
-    ended = {"stop_reason": message["stop_reason"], "stop_sequence": message["stop_sequence"]}
-    yield {"type": "message_delta", "delta": ended, "usage": message["usage"]}
-    yield {"type": "message_stop"}
+class Events:
+    """The events of a streamed response. See `fields.Events`."""
+
+    def __init__(self, body: Body, identity: str, model: str, text: TokenText) -> None:
+        self._body, self._identity, self._model, self._text = body, identity, model, text
+        self._begun = False
+        self._said = 0  # characters of the content that were sent
+
+    def started(self, prompt: list[int]) -> Iterator[dict[str, Any]]:
+        """See `fields.Events`."""
+        counted = {"input_tokens": len(prompt), "cache_read_input_tokens": 0, "cache_creation_input_tokens": 0}
+        return self._opened(counted)
+
+    def said(self, reply: int, text: str) -> Iterator[dict[str, Any]]:
+        """See `fields.Events`."""
+        if not self._said:
+            yield {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}}
+        self._said += len(text)
+        yield {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": text}}
+
+    def ended(self, answers: list[Answer]) -> Iterator[dict[str, Any]]:
+        """See `fields.Events`."""
+        message = write(self._body, answers, self._identity, self._model, self._text)
+        yield from self._opened(message["usage"])
+        for position, block in enumerate(message["content"]):
+            sent = self._said if block["type"] == "text" else 0
+            if not sent:
+                yield {"type": "content_block_start", "index": position, "content_block": _emptied(block)}
+            if delta := _delta(block, sent):
+                yield {"type": "content_block_delta", "index": position, "delta": delta}
+            yield {"type": "content_block_stop", "index": position}
+        ended = {"stop_reason": message["stop_reason"], "stop_sequence": message["stop_sequence"]}
+        yield {"type": "message_delta", "delta": ended, "usage": message["usage"]}
+        yield {"type": "message_stop"}
+
+    def _opened(self, counted: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """The first event, once."""
+        if self._begun:
+            return
+        self._begun = True
+        head = {"id": f"msg_{self._identity}", "type": "message", "role": "assistant", "model": self._model}
+        empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
+        yield {"type": "message_start", "message": {**head, **empty, "usage": {**counted, "output_tokens": 0}}}
 
 
 def _emptied(block: dict[str, Any]) -> dict[str, Any]:
@@ -175,8 +207,10 @@ def _emptied(block: dict[str, Any]) -> dict[str, Any]:
     return {**block, name: {} if name == "input" else ""}
 
 
-def _delta(block: dict[str, Any]) -> dict[str, Any]:
+def _delta(block: dict[str, Any], sent: int) -> dict[str, Any] | None:
+    """What is left of a block after `sent` characters of its text."""
     if block["type"] == "tool_use":
         return {"type": "input_json_delta", "partial_json": json.dumps(block["input"], ensure_ascii=False)}
     name = block["type"]
-    return {"type": f"{name}_delta", name: block[name]}
+    left = block[name][sent:]
+    return {"type": f"{name}_delta", name: left} if left else None

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from strop.gateway.attempts import Answer, RetryMark
-from strop.gateway.dialects.fields import Body, check_names, flag, items, number, strings, whole
+from strop.gateway.dialects.fields import Body, answer_schema, check_names, flag, items, number, strings, whole
 from strop.gateway.engine import Request, Wishes
 from strop.gateway.errors import RequestError, refused
 from strop.gateway.messages import plain_message, plain_tool
@@ -71,7 +71,6 @@ def read(body: Body, mark: RetryMark) -> Request:
         RequestError: it is malformed, or asks for what can't be done.
     """
     check_names(body, _HONOURED, _WITHOUT_EFFECT, _OFF)
-    check_format(body.get("response_format"), "response_format")
     if whole(body, "top_logprobs", 0, 20):
         raise refused("top_logprobs", "only the log-probability of the sampled token is known; ask for 0")
     limits = [limit for name in ("max_tokens", "max_completion_tokens") if (limit := whole(body, name, 1)) is not None]
@@ -84,14 +83,8 @@ def read(body: Body, mark: RetryMark) -> Request:
         n=whole(body, "n", 1, 128) or 1,
         prompt_ids=flag(body, "return_token_ids"),
         mark=mark,
+        answer=answer_schema(body.get("response_format"), "response_format"),
     )
-
-
-def check_format(form: Any, name: str) -> None:
-    """Refuse formats that only constrained decoding can promise."""
-    kind = form.get("type") if isinstance(form, dict) else form
-    if kind not in (None, "text"):
-        raise refused(name, f"{kind!r} needs constrained decoding, which the sampler behind this gateway does not have")
 
 
 def _tool_choice(choice: Any) -> str:
@@ -160,40 +153,63 @@ def logprobs(answer: Answer, text: TokenText) -> list[dict[str, Any]]:
     ]
 
 
-def events(body: Body, answers: list[Answer], identity: str, model: str, text: TokenText) -> Iterator[dict[str, Any]]:
-    """The chunks of a streamed response."""
-    head = {
-        "id": f"chatcmpl-{identity}",
-        "object": "chat.completion.chunk",
-        "created": int(time.time()),
-        "model": model,
-    }
-    for position, answer in enumerate(answers):
-        first: dict[str, Any] = {
-            "index": position,
-            "finish_reason": None,
-            "delta": {"role": "assistant", "content": ""},
+class Events:
+    """The chunks of a streamed response. See `fields.Events`."""
+
+    def __init__(self, body: Body, identity: str, model: str, text: TokenText) -> None:
+        self._body, self._text = body, text
+        self._said: dict[int, int] = {}  # characters of each reply's content that were sent
+        self._head = {
+            "id": f"chatcmpl-{identity}",
+            "object": "chat.completion.chunk",
+            "created": int(time.time()),
+            "model": model,
         }
-        opened = {**head, "choices": [first]}
-        if body.get("return_token_ids"):
-            opened["prompt_token_ids"] = answer.prompt if position == 0 else None
+
+    def started(self, prompt: list[int]) -> Iterator[dict[str, Any]]:
+        """See `fields.Events`."""
+        return self._opened(0, prompt)
+
+    def said(self, reply: int, text: str) -> Iterator[dict[str, Any]]:
+        """See `fields.Events`."""
+        yield from self._opened(reply)
+        self._said[reply] += len(text)
+        yield self._chunk(reply, {"content": text})
+
+    def ended(self, answers: list[Answer]) -> Iterator[dict[str, Any]]:
+        """See `fields.Events`."""
+        for position, answer in enumerate(answers):
+            yield from self._opened(position, answer.prompt)
+            for delta in _deltas(answer, self._said[position]):
+                yield self._chunk(position, delta)
+            last: dict[str, Any] = {"index": position, "finish_reason": answer.finish, "delta": {}}
+            if self._body.get("logprobs"):
+                last["logprobs"] = {"content": logprobs(answer, self._text)}
+            if self._body.get("return_token_ids"):
+                last["token_ids"] = answer.sample.tokens
+            yield {**self._head, "choices": [last]}
+        if (self._body.get("stream_options") or {}).get("include_usage"):
+            yield {**self._head, "choices": [], "usage": usage(answers)}
+
+    def _opened(self, reply: int, prompt: list[int] | None = None) -> Iterator[dict[str, Any]]:
+        """The first chunk of a reply, once."""
+        if reply in self._said:
+            return
+        self._said[reply] = 0
+        opened = self._chunk(reply, {"role": "assistant", "content": ""})
+        if self._body.get("return_token_ids"):
+            opened["prompt_token_ids"] = prompt if reply == 0 else None
         yield opened
-        for delta in _deltas(answer):
-            yield {**head, "choices": [{"index": position, "finish_reason": None, "delta": delta}]}
-        last: dict[str, Any] = {"index": position, "finish_reason": answer.finish, "delta": {}}
-        if body.get("logprobs"):
-            last["logprobs"] = {"content": logprobs(answer, text)}
-        if body.get("return_token_ids"):
-            last["token_ids"] = answer.sample.tokens
-        yield {**head, "choices": [last]}
-    if (body.get("stream_options") or {}).get("include_usage"):
-        yield {**head, "choices": [], "usage": usage(answers)}
+
+    def _chunk(self, reply: int, delta: dict[str, Any]) -> dict[str, Any]:
+        return {**self._head, "choices": [{"index": reply, "finish_reason": None, "delta": delta}]}
 
 
-def _deltas(answer: Answer) -> Iterator[dict[str, Any]]:
+def _deltas(answer: Answer, said: int) -> Iterator[dict[str, Any]]:
+    """What was not sent yet."""
     if reasoning := answer.message.get("reasoning_content"):
         yield {"reasoning_content": reasoning}
-    if content := answer.message["content"]:
+    if content := answer.message["content"][said:]:
         yield {"content": content}
     for position, call in enumerate(answer.message.get("tool_calls", ())):
         yield {"tool_calls": [{"index": position, **call}]}

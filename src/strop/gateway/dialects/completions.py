@@ -5,12 +5,13 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 from strop.gateway.attempts import Answer, RetryMark
-from strop.gateway.dialects.chat import check_format, read_wishes, usage
-from strop.gateway.dialects.fields import Body, check_names, flag, whole
+from strop.gateway.dialects.chat import read_wishes, usage
+from strop.gateway.dialects.fields import Body, answer_schema, check_names, flag, whole
 from strop.gateway.engine import Request
 from strop.gateway.errors import RequestError, refused
 from strop.gateway.tokens import TokenText
@@ -35,7 +36,6 @@ _DEFAULT_TOKENS = 16  # OpenAI's default for this endpoint
 def read(body: Body, mark: RetryMark, text: TokenText) -> Request:
     """The request that a body makes. Raises RequestError if it is malformed, or asks for what can't be done."""
     check_names(body, _HONOURED, _WITHOUT_EFFECT, _OFF)
-    check_format(body.get("response_format"), "response_format")
     if (whole(body, "logprobs", 0, 20) or 0) > 1:
         raise refused("logprobs", "only the log-probability of the sampled token is known; ask for 0 or 1")
     if body.get("best_of") not in (None, 1, body.get("n", 1)):
@@ -46,6 +46,7 @@ def read(body: Body, mark: RetryMark, text: TokenText) -> Request:
         n=whole(body, "n", 1, 128) or 1,
         prompt_ids=flag(body, "return_token_ids"),
         mark=mark,
+        answer=answer_schema(body.get("response_format"), "response_format"),
     )
 
 
@@ -65,13 +66,14 @@ def _prompt(prompt: Any, special: bool, text: TokenText) -> tuple[int, ...]:
 def write(body: Body, answers: list[Answer], identity: str, model: str, text: TokenText) -> dict[str, Any]:
     """The response."""
     return {
-        "id": f"cmpl-{identity}",
-        "object": "text_completion",
-        "created": int(time.time()),
-        "model": model,
+        **_head(identity, model),
         "choices": [_choice(body, number, answer, text) for number, answer in enumerate(answers)],
         "usage": usage(answers),
     }
+
+
+def _head(identity: str, model: str) -> dict[str, Any]:
+    return {"id": f"cmpl-{identity}", "object": "text_completion", "created": int(time.time()), "model": model}
 
 
 def _choice(body: Body, number: int, answer: Answer, text: TokenText) -> dict[str, Any]:
@@ -102,14 +104,31 @@ def _choice(body: Body, number: int, answer: Answer, text: TokenText) -> dict[st
     return choice
 
 
-def events(body: Body, answers: list[Answer], identity: str, model: str, text: TokenText) -> Iterator[dict[str, Any]]:
-    """The chunks of a streamed response."""
-    whole_response = write(body, answers, identity, model, text)
-    counted = whole_response.pop("usage")
-    for choice in whole_response["choices"]:
-        yield {**whole_response, "choices": [choice]}
-    if (body.get("stream_options") or {}).get("include_usage"):
-        yield {**whole_response, "choices": [], "usage": counted}
+class Events:
+    """The chunks of a streamed response. See `fields.Events`."""
+
+    def __init__(self, body: Body, identity: str, model: str, text: TokenText) -> None:
+        self._body, self._identity, self._model, self._text = body, identity, model, text
+        self._said: Counter[int] = Counter()  # characters of each reply that were sent
+
+    def started(self, prompt: list[int]) -> Iterator[dict[str, Any]]:
+        """See `fields.Events`."""
+        return iter(())
+
+    def said(self, reply: int, text: str) -> Iterator[dict[str, Any]]:
+        """See `fields.Events`."""
+        self._said[reply] += len(text)
+        choice = {"index": reply, "text": text, "finish_reason": None, "logprobs": None}
+        yield {**_head(self._identity, self._model), "choices": [choice]}
+
+    def ended(self, answers: list[Answer]) -> Iterator[dict[str, Any]]:
+        """See `fields.Events`."""
+        response = write(self._body, answers, self._identity, self._model, self._text)
+        counted = response.pop("usage")
+        for choice in response["choices"]:
+            yield {**response, "choices": [{**choice, "text": choice["text"][self._said[choice["index"]] :]}]}
+        if (self._body.get("stream_options") or {}).get("include_usage"):
+            yield {**response, "choices": [], "usage": counted}
 
 
 _GENERATE = {"model", "token_ids", "sampling_params", "stream"}

@@ -4,12 +4,33 @@ because leaving it out would change what was asked.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, Protocol
 
+from strop.gateway.attempts import Answer
 from strop.gateway.errors import RequestError, refused
 
 Body = Mapping[str, Any]
+
+
+class Events(Protocol):
+    """The events of one streamed response, in an API's form, each as soon as it can be known."""
+
+    def started(self, prompt: list[int]) -> Iterator[dict[str, Any]]:
+        """Events once the first token was sampled, if anything can be sent before the end.
+
+        Args:
+            prompt: the tokens that were read.
+        """
+        ...
+
+    def said(self, reply: int, text: str) -> Iterator[dict[str, Any]]:
+        """Events when the content of reply number `reply` goes on with `text`. Comes after `started`."""
+        ...
+
+    def ended(self, answers: list[Answer]) -> Iterator[dict[str, Any]]:
+        """Events once all replies are complete: what was not sent yet, and the end."""
+        ...
 
 
 def number(body: Body, name: str, low: float, high: float = float("inf")) -> float | None:
@@ -83,3 +104,26 @@ def check_names(body: Body, honoured: Collection[str], without_effect: Collectio
             raise refused(name, "there is no such parameter here")
         if value != off[name] and value not in ([], {}, ""):
             raise refused(name, f"it can't be honoured here; leave it out or set it to {off[name]!r}")
+
+
+def answer_schema(form: Any, name: str) -> Mapping[str, Any] | None:
+    """The JSON schema that a reply has to fit.
+
+    Args:
+        form: the request's field: nothing, or a format as OpenAI's and Anthropic's APIs write it.
+        name: of that field.
+
+    Raises:
+        RequestError: it is none of these.
+    """
+    kind = form.get("type") if isinstance(form, Mapping) else form
+    if kind in (None, "text"):
+        return None
+    if kind == "json_object":
+        return {"type": "object"}
+    if kind != "json_schema":
+        raise refused(name, f"there is no format {kind!r} here; there are text, json_object and json_schema")
+    schema = form.get("json_schema", form).get("schema")
+    if not isinstance(schema, Mapping):
+        raise RequestError(f"{name}: a json_schema format needs a schema", parameter=name)
+    return schema

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from strop.gateway.attempts import Answer, RetryMark
-from strop.gateway.dialects.chat import check_format, logprobs
-from strop.gateway.dialects.fields import Body, check_names, flag, items, number, whole
+from strop.gateway.dialects.chat import logprobs
+from strop.gateway.dialects.fields import Body, answer_schema, check_names, flag, items, number, whole
 from strop.gateway.engine import Request, Wishes
 from strop.gateway.errors import RequestError, refused
 from strop.gateway.messages import plain_text, plain_tool, tool_call
@@ -42,7 +42,6 @@ def read(body: Body, mark: RetryMark, earlier: Mapping[str, list[Message]]) -> R
         RequestError: it is malformed, or asks for what can't be done.
     """
     check_names(body, _HONOURED, _WITHOUT_EFFECT, _OFF)
-    check_format((body.get("text") or {}).get("format"), "text.format")
     if whole(body, "top_logprobs", 0, 20):
         raise refused("top_logprobs", "only the log-probability of the sampled token is known; ask for 0")
     messages: list[Message] = []
@@ -71,6 +70,7 @@ def read(body: Body, mark: RetryMark, earlier: Mapping[str, list[Message]]) -> R
         ),
         prompt_ids=flag(body, "return_token_ids"),
         mark=mark,
+        answer=answer_schema((body.get("text") or {}).get("format"), "text.format"),
     )
 
 
@@ -175,7 +175,7 @@ def _frame(body: Body, identity: str, model: str) -> dict[str, Any]:
         "tools": body.get("tools") or [],
         "max_output_tokens": body.get("max_output_tokens"),
         "previous_response_id": body.get("previous_response_id"),
-        "text": {"format": {"type": "text"}},
+        "text": body.get("text") or {"format": {"type": "text"}},
         "truncation": "disabled",
     }
 
@@ -214,49 +214,95 @@ def _output(body: Body, answer: Answer, identity: str, text: TokenText) -> list[
     return output
 
 
-def events(body: Body, answers: list[Answer], identity: str, model: str, text: TokenText) -> Iterator[dict[str, Any]]:
-    """The events of a streamed response, numbered."""
-    for position, event in enumerate(_events(body, answers, identity, model, text)):
-        yield {**event, "sequence_number": position}
+class Events:
+    """The events of a streamed response, numbered. See `fields.Events`."""
+
+    def __init__(self, body: Body, identity: str, model: str, text: TokenText) -> None:
+        self._body, self._identity, self._model, self._text = body, identity, model, text
+        self._sent = 0  # events
+        self._said = 0  # characters of the content that were sent
+
+    def started(self, prompt: list[int]) -> Iterator[dict[str, Any]]:
+        """See `fields.Events`."""
+        return self._numbered(self._opened())
+
+    def said(self, reply: int, text: str) -> Iterator[dict[str, Any]]:
+        """See `fields.Events`."""
+        return self._numbered(self._text_goes_on(text))
+
+    def ended(self, answers: list[Answer]) -> Iterator[dict[str, Any]]:
+        """See `fields.Events`."""
+        return self._numbered(self._rest(answers))
+
+    def _numbered(self, events: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        for event in events:
+            yield {**event, "sequence_number": self._sent}
+            self._sent += 1
+
+    def _opened(self) -> Iterator[dict[str, Any]]:
+        begun = _frame(self._body, self._identity, self._model)
+        begun |= {"status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+        yield {"type": "response.created", "response": begun}
+        yield {"type": "response.in_progress", "response": begun}
+
+    def _text_goes_on(self, text: str) -> Iterator[dict[str, Any]]:
+        place = {"output_index": 0, "item_id": f"msg_{self._identity}", "content_index": 0}
+        if not self._said:
+            yield from self._text_begins(place, {"type": "message", "id": place["item_id"], "role": "assistant"})
+        self._said += len(text)
+        yield {"type": "response.output_text.delta", **place, "delta": text, "logprobs": []}
+
+    def _text_begins(self, place: dict[str, Any], item: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        opened = {**item, "status": "in_progress", "content": []}
+        yield {"type": "response.output_item.added", "output_index": place["output_index"], "item": opened}
+        empty = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        yield {"type": "response.content_part.added", **place, "part": empty}
+
+    def _rest(self, answers: list[Answer]) -> Iterator[dict[str, Any]]:
+        response = write(self._body, answers, self._identity, self._model, self._text)
+        if not self._sent:
+            yield from self._opened()
+        for position, item in enumerate(response["output"]):
+            place = {"output_index": position, "item_id": item["id"]}
+            if item["type"] == "function_call":
+                yield from _call_events(place, item)
+            elif item["type"] == "reasoning":
+                yield from _reasoning_events(place, item)
+            else:
+                yield from self._text_events({**place, "content_index": 0}, item)
+            yield {"type": "response.output_item.done", "output_index": position, "item": item}
+        ended = "response.incomplete" if response["status"] == "incomplete" else "response.completed"
+        yield {"type": ended, "response": response}
+
+    def _text_events(self, place: dict[str, Any], item: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """What is left to say of a message; its log-probabilities come with the last of it."""
+        (part,) = item["content"]
+        if not self._said:
+            yield from self._text_begins(place, item)
+        if left := part["text"][self._said :]:
+            yield {
+                "type": "response.output_text.delta",
+                **place,
+                "delta": left,
+                "logprobs": [
+                    {key: entry[key] for key in ("token", "logprob", "top_logprobs")} for entry in part["logprobs"]
+                ],
+            }
+        yield {"type": "response.output_text.done", **place, "text": part["text"], "logprobs": part["logprobs"]}
+        yield {"type": "response.content_part.done", **place, "part": part}
 
 
-def _events(body: Body, answers: list[Answer], identity: str, model: str, text: TokenText) -> Iterator[dict[str, Any]]:
-    whole_response = write(body, answers, identity, model, text)
-    begun = {**whole_response, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
-    yield {"type": "response.created", "response": begun}
-    yield {"type": "response.in_progress", "response": begun}
-    for position, item in enumerate(whole_response["output"]):
-        place = {"output_index": position, "item_id": item["id"]}
-        empty: dict[str, Any] = {"content": []} if item["type"] != "function_call" else {"arguments": ""}
-        opened = {**item, **empty, "status": "in_progress"}
-        yield {"type": "response.output_item.added", "output_index": position, "item": opened}
-        if item["type"] == "function_call":
-            written = item["arguments"]
-            yield {"type": "response.function_call_arguments.delta", **place, "delta": written}
-            done = {"arguments": written, "name": item["name"]}
-            yield {"type": "response.function_call_arguments.done", **place, **done}
-        elif item["type"] == "reasoning":
-            said = item["content"][0]["text"]
-            yield {"type": "response.reasoning_text.delta", **place, "content_index": 0, "delta": said}
-            yield {"type": "response.reasoning_text.done", **place, "content_index": 0, "text": said}
-        else:
-            yield from _text_events(place, item["content"][0])
-        yield {"type": "response.output_item.done", "output_index": position, "item": item}
-    ended = "response.incomplete" if whole_response["status"] == "incomplete" else "response.completed"
-    yield {"type": ended, "response": whole_response}
+def _call_events(place: dict[str, Any], item: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    opened = {**item, "arguments": "", "status": "in_progress"}
+    yield {"type": "response.output_item.added", "output_index": place["output_index"], "item": opened}
+    yield {"type": "response.function_call_arguments.delta", **place, "delta": item["arguments"]}
+    done = {"arguments": item["arguments"], "name": item["name"]}
+    yield {"type": "response.function_call_arguments.done", **place, **done}
 
 
-def _text_events(place: dict[str, Any], part: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    place = {**place, "content_index": 0}
-    yield {"type": "response.content_part.added", **place, "part": {**part, "text": "", "logprobs": []}}
-    if part["text"]:
-        yield {
-            "type": "response.output_text.delta",
-            **place,
-            "delta": part["text"],
-            "logprobs": [
-                {key: entry[key] for key in ("token", "logprob", "top_logprobs")} for entry in part["logprobs"]
-            ],
-        }
-    yield {"type": "response.output_text.done", **place, "text": part["text"], "logprobs": part["logprobs"]}
-    yield {"type": "response.content_part.done", **place, "part": part}
+def _reasoning_events(place: dict[str, Any], item: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    opened = {**item, "content": [], "status": "in_progress"}
+    yield {"type": "response.output_item.added", "output_index": place["output_index"], "item": opened}
+    said = item["content"][0]["text"]
+    yield {"type": "response.reasoning_text.delta", **place, "content_index": 0, "delta": said}
+    yield {"type": "response.reasoning_text.done", **place, "content_index": 0, "text": said}
