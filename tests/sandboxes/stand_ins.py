@@ -194,7 +194,7 @@ def e2b_app(service: Service) -> Starlette:
     class Commands(process_connect.Process):
         async def start(self, request: Any, ctx: Any) -> AsyncIterator[Any]:
             event = process_pb.ProcessEvent
-            name = ctx.request_headers()["e2b-sandbox-id"]
+            name = ctx.request_headers["e2b-sandbox-id"]
             yield process_pb.StartResponse(event=event(event=Oneof("start", event.StartEvent(pid=7))))
             done = await service.run(name, [request.process.cmd, *request.process.args])
             data = event.DataEvent(output=Oneof("stdout", done.stdout))

@@ -302,6 +302,8 @@ async def test_files_and_folders_come_and_go(box: Sandbox) -> None:
         "pipe": "special",
     }
     archive = await box.get_archive("/data")
+    if not hasattr(tarfile, "data_filter"):
+        pytest.skip("Python before 3.11.4 can't check archives")
     await box.put_archive("/copy", archive)
     assert await box.get("/copy/deep/file") == b"\x00\xff"
     with tarfile.open(fileobj=io.BytesIO(archive)) as opened:

@@ -191,6 +191,8 @@ def _member(entry: _Entry) -> tarfile.TarInfo:
 
 def checked_member(member: tarfile.TarInfo, path: str) -> tarfile.TarInfo | None:
     """The member as tarfile's data filter leaves it, in a folder that does not exist here."""
+    if not hasattr(tarfile, "data_filter"):
+        raise FileProblem(path, "can't take archives: Python 3.11.4 or newer is needed, for tarfile's filter")
     try:
         return tarfile.data_filter(member, "/nonexistent-root")
     except tarfile.FilterError as error:

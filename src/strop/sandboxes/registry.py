@@ -81,7 +81,7 @@ def from_settings(settings: SandboxSettings, image: Image | None, limits: Limits
     local = settings.kind in LOCAL
     base = limits if local else Limits(timeout=limits.timeout)
     try:
-        given = replace(base, **settings.limits)
+        given = replace(base, **settings.limits)  # type: ignore[arg-type]  # checked by Limits
     except TypeError as error:
         raise ConfigError("sandboxes.limits", str(error), "Fields of strop.sandboxes.Limits") from None
     options: dict[str, Any] = dict(settings.options)

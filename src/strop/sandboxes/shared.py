@@ -37,7 +37,8 @@ class SharedPool:
         make: Callable[..., SandboxPool] | None = None,
         **options: Any,
     ) -> None:
-        self._image, self._make, self._options = image, make or LocalPool, options
+        chosen: Callable[..., SandboxPool] = make or LocalPool
+        self._image, self._make, self._options = image, chosen, options
         self._users: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Users] = weakref.WeakKeyDictionary()
 
     async def acquire(self) -> SandboxPool:

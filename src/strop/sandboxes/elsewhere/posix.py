@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import io
 import os
+import shlex
 import stat
 import tarfile
 from abc import ABC, abstractmethod
@@ -143,7 +144,7 @@ class JobChannel:
     async def start(self) -> None:
         """Start the program."""
         name = scripts.new_name()
-        words = scripts.shlex.join(self._command)
+        words = shlex.join(self._command)
         line = f"exec {words} 3<&0 4>>{scripts.job_folder(name)}/a </dev/null"
         self._job = await self._sandbox.start_job(line, name=name)
 
@@ -503,7 +504,7 @@ def _repack(packed: bytes, path: str, max_bytes: int) -> bytes:
                 if member.islnk() and contents is not None:  # of several names each gets the contents
                     data = contents.read()
                     member.type, member.linkname, member.size = tarfile.REGTYPE, "", len(data)
-                    contents = io.BytesIO(data)  # type: ignore[assignment]
+                    contents = io.BytesIO(data)
                 target.addfile(member, contents)
     except tarfile.TarError as error:
         raise FileProblem(path, f"could not be packed: {error}") from None
@@ -522,8 +523,8 @@ def _rechecked(archive: bytes, path: str) -> bytes:
             for original in source:
                 member = checked_member(original, path)
                 if member is not None:
-                    if member.mode is None:  # the filter's word for: as folders and links usually are
-                        member = member.replace(mode=0o755)
+                    # None is the filter's word for: as folders and links usually are
+                    member = member.replace(mode=member.mode if member.mode is not None else 0o755)
                     target.addfile(member, source.extractfile(original) if original.isreg() else None)
     except tarfile.TarError as error:
         raise FileProblem(path, f"can't take the archive: {error}") from None
