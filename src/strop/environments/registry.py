@@ -22,9 +22,14 @@ BUILT_IN: dict[str, str] = {
     "arithmetic": "strop.environments.arithmetic:Arithmetic",
     "code": "strop.environments.code:Code",
     "faults": "strop.environments.faults:Faults",
+    "gymnasium": "strop.environments.gymnasium_games:GymnasiumText",
+    "harbor": "strop.environments.harbor:Harbor",
+    "nemo_gym": "strop.environments.nemo_gym:NemoGym",
     "pivots": "strop.environments.pivots:Pivots",
     "reasoning_gym": "strop.environments.reasoning_gym:ReasoningGym",
     "shopkeeper": "strop.environments.shopkeeper:Shopkeeper",
+    "textarena": "strop.environments.textarena_games:TextArena",
+    "worker": "strop.environments.workers:WorkerEnvironment",
 }
 
 

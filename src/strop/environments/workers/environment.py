@@ -17,6 +17,10 @@ from strop.errors import AttemptError
 from strop.rollouts import FailureKind, Rollout, Scored, Task
 
 _WORKER = Path(__file__).with_name("worker.py")
+_ADAPTERS = {
+    "verifiers": f"{Path(__file__).with_name('verifiers_adapter.py')}:VerifiersAdapter",
+    "verifiers_v1": f"{Path(__file__).with_name('verifiers_v1_adapter.py')}:VerifiersV1Adapter",
+}
 
 
 class WorkerSession(Session):
@@ -61,7 +65,8 @@ class WorkerEnvironment(Environment):
     Args:
         environment: its name, as its adapter knows it.
         python: the interpreter that has it, for example ".venvs/wordle/bin/python".
-        adapter: "verifiers" (packages with `load_environment`, verifiers < 0.4), or "path/to/file.py:Class".
+        adapter: "verifiers" (packages with `load_environment`, verifiers < 0.4), "verifiers_v1" (tasksets, verifiers ≥
+            0.4), or "path/to/file.py:Class".
         options: passed to the adapter.
         workers, capacity: processes, and attempts that each makes at once.
     """
@@ -76,8 +81,7 @@ class WorkerEnvironment(Environment):
         capacity: int = 64,
     ) -> None:
         self.name = environment
-        known = {"verifiers": f"{Path(__file__).with_name('verifiers_adapter.py')}:VerifiersAdapter"}
-        spec = known.get(adapter, adapter)
+        spec = _ADAPTERS.get(adapter, adapter)
         self._command = [python, str(_WORKER), spec, environment, json.dumps(options or {})]
         self._workers, self._capacity = workers, capacity
         self._tasks: dict[str, list[Task]] = {}

@@ -193,10 +193,17 @@ class WorkerPool:
                     worker.die(f"its worker was silent for {self._silence:g} s")
 
     async def tasks(self, split: str) -> list[dict[str, Any]]:
-        """All tasks of a split."""
+        """All tasks of a split.
+
+        Raises:
+            EnvironmentProblem: the worker can't list them.
+        """
         await self.start()
         message = {"op": "tasks", "split": split, "start": 0, "count": self.sizes.get(split, 0)}
-        done: list[dict[str, Any]] = await self._ask(message)
+        try:
+            done: list[dict[str, Any]] = await self._ask(message)
+        except AttemptError as error:
+            raise EnvironmentProblem(f"A worker can't list the tasks of {split!r}: {error.reason}") from error
         return done
 
     async def attempt(self, split: str, index: int, model: ModelAccess, seed: int) -> dict[str, Any]:

@@ -50,7 +50,8 @@ class VerifiersAdapter:
     def task(self, split: str, index: int) -> dict[str, Any]:
         """A row as strop shows it."""
         row = self.rows[split][index]
-        messages = [_plain(message) for message in row["prompt"]]
+        prompt = row["prompt"]
+        messages = [_plain(message) for message in ([_said(prompt)] if isinstance(prompt, str) else prompt)]
         return {"id": f"{split}-{row.get('example_id', index)}", "messages": messages, "labels": _labels(row)}
 
     async def attempt(self, split: str, index: int, model: dict[str, Any], seed: int) -> dict[str, Any]:
@@ -101,6 +102,10 @@ def _check_error(error: Any) -> None:
     if name not in _OF_THE_MODEL:
         reason = json.dumps(error, default=str) if isinstance(error, Mapping) else str(error)
         raise Failure(_KINDS.get(name, "environment"), reason[:500])
+
+
+def _said(prompt: str) -> dict[str, Any]:
+    return {"role": "user", "content": prompt}
 
 
 def _plain(message: Any) -> dict[str, Any]:
