@@ -28,6 +28,7 @@ struct sandbox {
     pid_t pid; /* 0: unused */
     uint64_t oom_kills_before;
     struct slot slot;
+    int link, upper; /* rootless: where the descriptor of the writable layer comes from, and it; else -1 */
 };
 struct worker { /* a copy of layers in progress */
     pid_t pid;
@@ -114,6 +115,45 @@ static void give_slot_back(struct slot *slot) {
 
 /* ---- birth ---- */
 
+/* Without root the zygote can't look into an agent's /proc, as nobody can: each agent sends it the descriptor of its
+ * writable layer, which is taken from the socket when a snapshot first needs it. */
+enum { LINK = UPPER + 1 };
+
+static void send_descriptor(int link, int fd) {
+    union {
+        char space[CMSG_SPACE(sizeof(int))];
+        struct cmsghdr align;
+    } buffer = {0};
+    struct iovec part = {"", 1};
+    struct msghdr header = {.msg_iov = &part, .msg_iovlen = 1, .msg_control = &buffer, .msg_controllen = sizeof buffer};
+    struct cmsghdr *rights = CMSG_FIRSTHDR(&header);
+    rights->cmsg_level = SOL_SOCKET;
+    rights->cmsg_type = SCM_RIGHTS;
+    rights->cmsg_len = CMSG_LEN(sizeof fd);
+    memcpy(CMSG_DATA(rights), &fd, sizeof fd);
+    (void)!sendmsg(link, &header, MSG_NOSIGNAL);
+}
+
+static int take_descriptor(int link) {
+    union {
+        char space[CMSG_SPACE(sizeof(int))];
+        struct cmsghdr align;
+    } buffer;
+    char byte;
+    int fd = -1;
+    struct iovec part = {&byte, 1};
+    struct msghdr header = {.msg_iov = &part, .msg_iovlen = 1, .msg_control = &buffer, .msg_controllen = sizeof buffer};
+    if (recvmsg(link, &header, MSG_DONTWAIT | MSG_CMSG_CLOEXEC) == 1 && CMSG_FIRSTHDR(&header))
+        memcpy(&fd, CMSG_DATA(CMSG_FIRSTHDR(&header)), sizeof fd);
+    return fd;
+}
+
+static void close_descriptor(int *fd) {
+    if (*fd >= 0)
+        close(*fd);
+    *fd = -1;
+}
+
 static pid_t clone_into(const struct slot *slot, uint64_t flags) {
     struct {
         uint64_t flags, pidfd, child_tid, parent_tid, exit_signal, stack, stack_size, tls, set_tid, set_tid_size, cgroup;
@@ -134,7 +174,11 @@ static _Noreturn void become_sandbox(const struct control *control, int agent, i
     dup3(agent, CONTROL_FD, O_CLOEXEC);
     if (oom_fd >= 0)
         dup3(oom_fd, OOM_FD, O_CLOEXEC);
-    close_from(OOM_FD + 1);
+    if (rootless)
+        dup3(go, LINK, O_CLOEXEC);
+    close_from(rootless ? LINK + 1 : OOM_FD + 1);
+    if (rootless)
+        close(UPPER);
     struct birth birth = {.image = &image, .disk = control->disk, .inodes = control->inodes, .network = control->network,
                           .open_files = control->open_files, .ids = ids,
                           .processes = groups_limit_processes() ? 0 : control->pids,
@@ -144,6 +188,10 @@ static _Noreturn void become_sandbox(const struct control *control, int agent, i
         snprintf(reply.stage, sizeof reply.stage, "%s", stage);
         (void)!send(CONTROL_FD, &reply, sizeof reply, MSG_NOSIGNAL);
         _exit(1);
+    }
+    if (rootless) {
+        send_descriptor(LINK, UPPER);
+        close(LINK);
     }
     agent_main(CONTROL_FD, oom_fd >= 0 ? OOM_FD : -1);
 }
@@ -167,7 +215,7 @@ static int give_birth(struct sandbox *sandbox, const struct control *control, in
     uint64_t flags = CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWCGROUP |
                      (control->network == NETWORK_FRESH ? CLONE_NEWNET : 0);
     *stage = "pipe";
-    if (pipe2(go, O_CLOEXEC) < 0)
+    if (rootless ? socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, go) < 0 : pipe2(go, O_CLOEXEC) < 0)
         return -1;
     *stage = "clone into new namespaces";
     pid_t pid = clone_into(&sandbox->slot, flags);
@@ -186,7 +234,10 @@ static int give_birth(struct sandbox *sandbox, const struct control *control, in
     }
     int kept = errno;
     close(go[0]);
-    close(go[1]);
+    if (rootless && !failed)
+        sandbox->link = go[1];
+    else
+        close(go[1]);
     if (failed && pid > 0) {
         kill(pid, SIGKILL);
         waitpid(pid, NULL, 0);
@@ -233,7 +284,7 @@ static void handle_create(const struct control *control, int agent) {
         send_event(EVENT_FAILED, control->id, EINVAL, stage, 0, 0);
         return;
     }
-    *sandbox = (struct sandbox){.slot.index = -1};
+    *sandbox = (struct sandbox){.slot.index = -1, .link = -1, .upper = -1};
     if (prepare(sandbox, control, &stage) < 0 || give_birth(sandbox, control, agent, &stage) < 0) {
         int error = errno;
         if (sandbox->slot.index >= 0) {
@@ -262,13 +313,20 @@ static int open_upper(const char *path) {
     return open(path, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
 }
 
-static int copy_layers(const struct control *control, pid_t pid, const char *target_path) {
+static int open_writable_layer(const struct sandbox *sandbox) {
+    char path[64];
+    if (sandbox->upper >= 0)
+        return openat(sandbox->upper, "upper", O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+    snprintf(path, sizeof path, "/proc/%d/fd/%d/upper", sandbox->pid, UPPER);
+    return open_upper(path);
+}
+
+static int copy_layers(const struct control *control, const struct sandbox *sandbox, const char *target_path) {
     char path[64];
     snprintf(path, sizeof path, "%s/upper", target_path);
     int target = open_upper(path), error = target < 0 ? errno : 0;
     if (control->argument != SNAPSHOT_FLATTEN) {
-        snprintf(path, sizeof path, "/proc/%d/fd/%d/upper", pid, UPPER);
-        int source = open_upper(path);
+        int source = open_writable_layer(sandbox);
         return error ? error : source < 0 ? errno : apply_layer(source, target);
     }
     for (uint32_t i = 0; !error && i < control->layer_count; i++) {
@@ -303,10 +361,12 @@ static int start_copy(const struct control *control, struct sandbox *sandbox, co
         errno = kept;
         return -1;
     }
+    if (sandbox && sandbox->link >= 0 && sandbox->upper < 0)
+        sandbox->upper = take_descriptor(sandbox->link);
     pid_t pid = fork();
     if (pid == 0) {
         prctl(PR_SET_PDEATHSIG, SIGKILL);
-        _exit(copy_layers(control, sandbox ? sandbox->pid : 0, path));
+        _exit(copy_layers(control, sandbox, path));
     }
     *worker = (struct worker){pid, control->id, control->layer, freeze};
     return pid < 0 ? -1 : 0;
@@ -328,6 +388,8 @@ static void bury(uint32_t id, int status) {
     struct sandbox *sandbox = &sandboxes[id];
     uint64_t kills = slot_oom_kills(&sandbox->slot);
     sandbox->pid = 0;
+    close_descriptor(&sandbox->link);
+    close_descriptor(&sandbox->upper);
     send_event(EVENT_DEAD, id, 0, "", status,
                kills > sandbox->oom_kills_before ? kills - sandbox->oom_kills_before : 0);
     give_slot_back(&sandbox->slot);
