@@ -17,10 +17,10 @@ from tiny import make_model
 from strop.config import parse_recipe
 from strop.errors import ConfigError, GateError, RunError
 from strop.learning import pack
-from strop.rollouts import Scored
+from strop.rollouts import Scored, derive_seed
 from strop.runs import files
 from strop.runs.reading import RunRecord
-from strop.runs.run import Run
+from strop.runs.run import Run, read_recipe
 from strop.runs.store import read_groups, trained
 from strop.runs.verify import verify_run
 from strop.training.chain import promote_by_hand
@@ -98,29 +98,34 @@ def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 # -- distillation ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_student_comes_to_sample_what_its_teacher_would(model, other, tmp_path):
+def test_a_student_comes_to_sample_what_its_teacher_would(model, tmp_path):
     """The divergence is that of whole distributions, computed apart from the loss: plain transformers, every token."""
     from transformers import AutoModelForCausalLM
 
-    stage = {"kind": "distill", "name": "student", "steps": 12, "schedule": {"learning_rate": 5e-3},
-             "collect": {"groups": 12, "group_size": 1}, "teachers": [{"model": str(other), "environments": ["Letters"]}]}  # fmt: skip
-    path = run_to_end(tmp_path / "r", recipe(model, stage, evaluation={"tasks": 0}))
-    batches = [trained(read_groups(path / "rollouts" / f"student-{step:06d}.parquet")) for step in range(12)]
-    sequences = [r.branch_tokens(r.leaves()[0]) for group in batches[0] for r in group.rollouts]
-    teacher = AutoModelForCausalLM.from_pretrained(other)
+    taught = {"kind": "sft", "name": "taught", "steps": 4, "batch_size": 8, "schedule": {"learning_rate": 3e-3}}
+    stage = {"kind": "distill", "name": "student", "start": "fresh", "steps": 12, "schedule": {"learning_rate": 3e-3},
+             "collect": {"groups": 32, "group_size": 1}, "teachers": [{"stage": "taught", "environments": ["Letters"]}]}  # fmt: skip
+    asked = recipe(model, stage, evaluation={"tasks": 0}).model_dump(exclude_none=True, mode="json")
+    path = run_to_end(tmp_path / "r", parse_recipe({**asked, "stages": [taught, *asked["stages"]]}))
+    groups = trained(read_groups(path / "rollouts" / "student-000000.parquet"))
+    calls = [rollout.calls[0] for group in groups for rollout in group.rollouts]
+    teacher = AutoModelForCausalLM.from_pretrained(path / "checkpoints" / "taught-000004")
 
     def divergence(folder: Path) -> float:
-        student, total = AutoModelForCausalLM.from_pretrained(folder), 0.0
-        for ids in sequences:
+        """Mean over the places at which the student sampled in its first step."""
+        student, found = AutoModelForCausalLM.from_pretrained(folder), []
+        for call in calls:
+            ids, first = torch.tensor([call.prompt + call.tokens]), len(call.prompt) - 1
             with torch.no_grad():
-                pi, rho = (m(torch.tensor([ids])).logits[0, -9:].double().log_softmax(-1) for m in (student, teacher))
-            total += float((pi.exp() * (pi - rho)).sum(-1).mean())
-        return total / len(sequences)
+                pi, rho = (m(ids).logits[0, first:-1].double().log_softmax(-1) for m in (student, teacher))
+            found += (pi.exp() * (pi - rho)).sum(-1).tolist()
+        return float(np.mean(found))
 
     before, after = divergence(model), divergence(path / "checkpoints" / "student-000012")
-    logged = [step.metrics["reverse_kl"] for step in RunRecord(path).steps]
-    assert after < 0.6 * before and np.mean(logged[-3:]) < np.mean(logged[:3])
-    assert logged[0] == pytest.approx(before, rel=0.5)  # an estimate from a hundred tokens
+    assert after < 0.3 * before
+    logged = [step.metrics["reverse_kl"] for step in RunRecord(path).steps if step.stage == "student"]
+    deviation = np.sqrt(2 * before / sum(len(call.tokens) for call in calls))  # of a log-ratio's mean, for small ones
+    assert abs(logged[0] - before) < 4 * deviation and np.mean(logged[-6:]) < 0.5 * before
     assert verify_run(path) == []
 
 
@@ -238,7 +243,7 @@ def test_a_chains_steps_can_be_done_again(whole):
     for stage, step in (("rl", 3), ("student", 1), ("student", 3), ("best", 2)):
         replay = asyncio.run(replay_step(whole, step, stage=stage))
         assert replay.good, (stage, step, replay.different)
-    assert asyncio.run(replay_step(whole, 1, stage="student")).weights_equal
+    assert asyncio.run(replay_step(whole, 2, stage="student")).weights_equal  # the two newest are kept
 
 
 def test_a_fresh_student_begins_with_the_recipes_model(model, whole):
@@ -365,12 +370,8 @@ def test_stored_attempts_are_trained_on_token_by_token(model, whole, tmp_path):
              "stored": {"run": str(whole), "stage": "student"}}  # fmt: skip
     path = run_to_end(tmp_path / "r", recipe(model, stage, evaluation={"tasks": 0}))
     (first, _) = RunRecord(path).steps
-    run = Run.resume(path)
     groups = [group for group, _ in read_groups(path / "rollouts" / "copy-stored.parquet")]
-    from strop.rollouts import derive_seed
-
-    chosen = groups_of_step(groups, run.recipe.stages[0], 0, derive_seed(0, "copy", "order"))
-    run.close()
+    chosen = groups_of_step(groups, read_recipe(path).stages[0], 0, derive_seed(0, "copy", "order"))
     plain, losses = AutoModelForCausalLM.from_pretrained(model), []
     for rollout in (rollout for group in chosen for rollout in group.rollouts):
         (call,) = rollout.calls

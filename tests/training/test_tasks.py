@@ -29,7 +29,14 @@ def nothing_stored(step: int):
 
 def stage(*weights: float, **part) -> StageTasks:
     parts = [
-        Part(f"e{number}", LabelledTasks(tasks(), f"e{number}") if len(weights) > 1 else tasks(), None, weight, number, **part)
+        Part(
+            f"e{number}",
+            LabelledTasks(tasks(), f"e{number}") if len(weights) > 1 else tasks(),
+            None,
+            weight,
+            number,
+            **part,
+        )
         for number, weight in enumerate(weights)
     ]
     return StageTasks(parts, nothing_stored)
