@@ -523,8 +523,9 @@ def _rechecked(archive: bytes, path: str) -> bytes:
             for original in source:
                 member = checked_member(original, path)
                 if member is not None:
-                    # None is the filter's word for: as folders and links usually are
-                    member = member.replace(mode=member.mode if member.mode is not None else 0o755)
+                    # None is the filter's word for: as usual, for whoever unpacks it
+                    mode = member.mode if member.mode is not None else 0o755
+                    member = member.replace(mode=mode, uid=0, gid=0, uname="", gname="")
                     target.addfile(member, source.extractfile(original) if original.isreg() else None)
     except tarfile.TarError as error:
         raise FileProblem(path, f"can't take the archive: {error}") from None
