@@ -45,13 +45,15 @@ from strop.sandboxes import probe
 
 HERE = Path(__file__).parent
 PACKAGES = HERE / "verifiers_packages"
-#: Packages of PyPI, environments that verifiers itself brings, and ours; "DATA" becomes a file of rows.
+#: Packages of PyPI, one of strop's own inside verifiers, environments that verifiers brings, and ones written for this
+#: check; "DATA" becomes a file of rows.
 VERIFIERS = (
     "stardata.envs.constraint_gym",
     "stardata.envs.sokoban_gym",
     "falsepass._demo.falsepass_toy_env",
     'primebeaker.environments.jtc_label_env={"dataset": "DATA"}',
     'primebeaker.environments.jtc_multiple_choice_accuracy_env={"dataset": "DATA", "split": "train"}',
+    'strop.environments.exports.verifiers={"environment": "shopkeeper", "train_tasks": 5, "test_tasks": 0}',
     "strop_check_reasoning_gym",
     "strop_check_group",
     "strop_check_single",
@@ -266,7 +268,7 @@ async def main() -> int:
     parser.add_argument("--seconds", type=float, default=120.0)
     args = parser.parse_args()
     kinds = args.only.split(",")
-    os.environ["PYTHONPATH"] = str(PACKAGES)  # workers inherit it
+    os.environ["PYTHONPATH"] = os.pathsep.join((str(PACKAGES), str(HERE.parent / "src")))  # workers inherit it
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)

@@ -19,6 +19,8 @@ class Adapter:
         sys.stdout.write("this is no message\n")  # goes to standard error
 
     def task(self, split, index):
+        if self.options.get("wrong", {}).get(str(index)) == "unlisted":
+            raise LookupError("no such row")
         return {
             "id": f"{split}-{index}",
             "messages": [{"role": "user", "content": f"Do {index}."}],

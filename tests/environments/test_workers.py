@@ -135,6 +135,9 @@ async def test_an_environment_that_can_not_be_loaded_is_refused(make: Callable[.
     environment, _, _ = make({"breaks_at_start": True})
     with pytest.raises(EnvironmentProblem, match="no such environment"):
         environment.tasks("train")
+    unlisted, _, _ = make({"wrong": {"0": "unlisted"}})
+    with pytest.raises(EnvironmentProblem, match=r"list the tasks of 'train'.*no such row"):
+        unlisted.tasks("train")
     with pytest.raises(EnvironmentProblem, match="can't be started"):
         WorkerEnvironment("far", "/no/such/python", ADAPTER).tasks("train")
 

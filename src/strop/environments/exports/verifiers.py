@@ -39,7 +39,7 @@ def load_environment(
     return StropEnvironment(made, {"train": train_tasks, "test": test_tasks}, max_turns)
 
 
-class StropEnvironment(vf.MultiTurnEnv):  # type: ignore[misc]  # verifiers has no types here
+class StropEnvironment(vf.MultiTurnEnv):
     """Its tools run and its scorer scores in this process."""
 
     def __init__(self, environment: Environment, sizes: dict[str, int], max_turns: int) -> None:

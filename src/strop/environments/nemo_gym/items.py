@@ -121,11 +121,12 @@ def items_of(messages: Sequence[Message], identity: str) -> list[dict[str, Any]]
 def _reply_items(message: Message, identity: str) -> list[dict[str, Any]]:
     items: list[dict[str, Any]] = []
     if reasoning := message.get("reasoning_content"):
-        part = {"type": "reasoning_text", "text": str(reasoning)}
-        items.append({"type": "reasoning", "id": f"rs_{identity}", "summary": [], "content": [part]})
+        thought = {"type": "reasoning_text", "text": str(reasoning)}
+        items.append({"type": "reasoning", "id": f"rs_{identity}", "summary": [], "content": [thought]})
     calls = message.get("tool_calls") or ()
     if message.get("content") or not calls:
-        part = {"type": "output_text", "text": str(message.get("content") or ""), "annotations": []}
+        text = str(message.get("content") or "")
+        part: dict[str, Any] = {"type": "output_text", "text": text, "annotations": []}
         said = {"type": "message", "id": f"msg_{identity}", "role": "assistant", "status": "completed"}
         items.append({**said, "content": [part]})
     for number, call in enumerate(calls):

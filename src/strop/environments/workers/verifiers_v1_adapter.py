@@ -151,8 +151,7 @@ def _result(trace: Any) -> dict[str, Any]:
     """What a trace was scored. Raises Failure if anything broke on the way, the rewards included."""
     if trace.last_error is not None:
         error = trace.last_error
-        scoring = trace.timing.scoring.start is not None and bool(trace.timing.scoring.start)
-        kind = _KINDS.get(error.type) or ("scorer" if scoring else "environment")
+        kind = _KINDS.get(error.type) or ("scorer" if trace.timing.scoring.start else "environment")
         raise Failure(kind, f"{error.type}: {error.message}"[:500])
     missing = [name for name, reward in trace.rewards.items() if reward is None]
     if missing or not trace.rewards:
