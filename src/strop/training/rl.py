@@ -21,7 +21,6 @@ from strop.training.stored import StoredAttempts, stored_metrics
 from strop.training.teachers import Teachers
 from strop.training.workshop import Workshop
 
-
 #: Metrics of how rewards differ within groups.
 _SPREAD = ("reward_std_in_group", "groups_without_variance")
 
