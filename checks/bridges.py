@@ -1,6 +1,6 @@
 """Other ecosystems' environments, as they are: which ran, how many rows, and how it went.
 
-    python checks/bridges.py --tokenizer FOLDER [--only verifiers,verifiers_v1,gym,harbor] [NAME[=OPTIONS] …]
+    python checks/bridges.py --tokenizer FOLDER [--only verifiers,verifiers_v1,gym,harbor,exports] [NAME[=OPTIONS] …]
 
 Each environment runs in the Python that has it (`benchmarks/peers/setup.sh` makes them below .peers/) over replies that
 play along (as in `clients.py`); what isn't set up is skipped, and named. Every attempt's tokens are compared with what
@@ -33,11 +33,13 @@ from strop.agents import ToolLoop
 from strop.agents.attempts import AttemptRunner
 from strop.agents.own_harness import OwnHarness
 from strop.costs import Ledger
-from strop.environments import Environment
+from strop.environments import Environment, load_environment
 from strop.environments.harbor import Harbor
-from strop.environments.nemo_gym import NemoGym
+from strop.environments.nemo_gym import NemoGym, row_of
+from strop.environments.nemo_gym.server import serve
 from strop.environments.workers import WorkerEnvironment
 from strop.errors import AttemptError, StropError
+from strop.gateway import shared
 from strop.rollouts import Failed, FailureKind, Rollout, Scored
 from strop.sampling.rendering import renderer_for
 from strop.sampling.sampler import SamplingParams
@@ -49,10 +51,9 @@ PACKAGES = HERE / "verifiers_packages"
 #: check; "DATA" becomes a file of rows.
 VERIFIERS = (
     "stardata.envs.constraint_gym",
-    "stardata.envs.sokoban_gym",
+    "strop_check_korrel",
     "falsepass._demo.falsepass_toy_env",
     'primebeaker.environments.jtc_label_env={"dataset": "DATA"}',
-    'primebeaker.environments.jtc_multiple_choice_accuracy_env={"dataset": "DATA", "split": "train"}',
     'strop.environments.exports.verifiers={"environment": "shopkeeper", "train_tasks": 5, "test_tasks": 0}',
     "strop_check_reasoning_gym",
     "strop_check_group",
@@ -71,6 +72,17 @@ GYM = (
 ROWS = [{"question": f"Is {n} even? Answer A for yes, B for no.", "answer": "AB"[n % 2]} for n in range(6)]
 
 
+class CallingSampler(PlayingSampler):
+    """Makes one call, then answers."""
+
+    def __init__(self, tokenizer: Any, max_context: int, call: dict[str, Any]) -> None:
+        super().__init__(tokenizer, max_context)
+        self._call = f"<tool_call>{json.dumps(call)}</tool_call><|im_end|>"
+
+    def _reply(self, read: str) -> str:  # type: ignore[override]
+        return "It is 3 kg.<|im_end|>" if "<tool_response>" in read else self._call
+
+
 @dataclass
 class Ran:
     """How an environment went."""
@@ -80,10 +92,13 @@ class Ran:
     rollouts: list[Rollout] = field(default_factory=list)
     wrong: int = 0
     said: str = ""
+    counted: bool | None = None
 
     @property
     def good(self) -> bool:
         """Whether it counts as run."""
+        if self.counted is not None:
+            return self.counted and not self.wrong
         endings = [rollout.ending for rollout in self.rollouts]
         if "broken" in self.name:
             return bool(endings) and all(isinstance(e, Failed) and e.kind is FailureKind.SCORER for e in endings)
@@ -229,6 +244,61 @@ async def judge_again(path: Path, url: str) -> tuple[int, int]:
     return agreed, count
 
 
+async def run_exports(shop: Workshop, peers: Path) -> list[Ran]:
+    """Ours inside others: NeMo Gym's own agent on a served environment, and a task of inspect_ai."""
+    ran = []
+    if (python := _python(peers / "nemo-gym", True)) is not None:
+        ran.append(await served_to_their_agent(shop, python))
+    if (python := _python(peers / "inspect-ai", True)) is not None:
+        told = await _told([str(python.absolute()), str(HERE / "inspect_export.py")])
+        scores = told.get("scores")
+        right = told.get("status") == "success" and scores == [0.0, 1.0, 0.0, 1.0]
+        ran.append(Ran("shopkeeper in inspect_ai", said=json.dumps(told), counted=right))
+    for found in ran:
+        found.show()
+    return ran
+
+
+async def served_to_their_agent(shop: Workshop, python: Path) -> Ran:
+    """One attempt: their SimpleAgent asks our gateway, calls our tools, and has our server verify it."""
+    environment = load_environment("shopkeeper", {"fault_rate": 0.0, "train_tasks": 1})
+    task = environment.tasks("train")[0]
+    call = {"name": task.tools[0]["function"]["name"], "arguments": {"item": "pears"}}
+    audit = Audit(CallingSampler(shop.tokenizer, 8192, call))
+    rollout = Rollout("served", task.id, environment.name, 0, 1)
+    started: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    serving = asyncio.create_task(serve(environment, "127.0.0.1", 0, started.set_result))
+    try:
+        async with shared(audit, shop.renderer, shop.tokenizer) as (gateway, url):
+            params = SamplingParams(max_tokens=shop.args.max_tokens)
+            attempt = gateway.engine.attempts.open(rollout, shop.renderer, name="served", params=params)
+            row = row_of(task, "train")
+            row["responses_create_params"]["model"] = gateway.model
+            command = [str(python.absolute()), str(HERE / "nemo_gym_agent.py"), await started, url, attempt.key]
+            told = await _told(command, json.dumps(row).encode())
+            gateway.engine.attempts.close(attempt)
+    finally:
+        serving.cancel()
+        await asyncio.wait([serving])
+    body = told.get("body")
+    reward = body.get("reward") if isinstance(body, dict) else None
+    verified = isinstance(body, dict) and body.get("mask_sample") is False and body.get("tool_calls", 0) >= 1
+    if reward is not None:
+        rollout.ending = Scored(reward)
+    said = f"verified by ours: {verified}" if verified else json.dumps(told)[:400]
+    return Ran("shopkeeper served to NeMo Gym's agent", 1, [rollout], wrong_tokens(rollout, audit.seen), said, verified)
+
+
+async def _told(command: list[str], given: bytes = b"") -> dict[str, Any]:
+    """The JSON that a program prints last; what it said if there is none."""
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=pipe)
+    out, errors = await asyncio.wait_for(process.communicate(given), 600)
+    lines = [line for line in out.splitlines() if line.startswith(b"{")]
+    found: dict[str, Any] = json.loads(lines[-1]) if lines else {"said": errors.decode()[-300:]}
+    return found
+
+
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
     if path.is_file():
         with path.open() as file:
@@ -260,7 +330,7 @@ async def run_harbor(shop: Workshop, folders: list[Path]) -> list[Ran]:
 async def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="of environments of the one kind in --only; options as JSON behind =")
-    parser.add_argument("--only", default="verifiers,verifiers_v1,gym,harbor")
+    parser.add_argument("--only", default="verifiers,verifiers_v1,gym,harbor,exports")
     parser.add_argument("--peers", type=Path, default=Path(".peers"), help="folder of the virtual environments")
     parser.add_argument("--tokenizer", required=True, help="folder of a ChatML model")
     parser.add_argument("--rows", type=int, default=5)
@@ -287,12 +357,15 @@ async def main() -> int:
             results["harbor"] = await run_harbor(shop, given or sorted((HERE / "harbor_tasks").iterdir()))
         else:
             print("harbor: skipped, this machine has no sandboxes")
+    if "exports" in kinds:
+        results["exports"] = await run_exports(shop, args.peers)
     good = {kind: sum(found.good for found in ran) for kind, ran in results.items()}
     wrong = sum(found.wrong for ran in results.values() for found in ran)
     counts = {
         "verifiers": good.get("verifiers", 0) + good.get("verifiers_v1", 0),
         "gym": good.get("gym", 0),
         "harbor": good.get("harbor", 0),
+        "exports": good.get("exports", 0),
     }
     print("RESULT " + json.dumps({**counts, "wrong_tokens": wrong}))
     return 0 if not wrong and all(good[kind] == len(ran) for kind, ran in results.items()) else 1

@@ -17,8 +17,9 @@ from verifiers.clients import OpenAIChatCompletionsClient
 from verifiers.rubrics.rubric import Rubric
 from verifiers.utils.async_utils import maybe_await
 
-#: What reward functions of this attempt raised.
-_raised: contextvars.ContextVar[list[str]] = contextvars.ContextVar("raised")
+#: What reward functions of this attempt raised, by their names; those of weight 0, which are metrics, apart.
+_raised: contextvars.ContextVar[dict[str, str]] = contextvars.ContextVar("raised")
+_unmeasured: contextvars.ContextVar[dict[str, str]] = contextvars.ContextVar("unmeasured")
 
 #: Errors of the model's own making: the environment's score stands.
 _OF_THE_MODEL = {"EmptyModelResponseError", "InvalidModelResponseError", "OverlongPromptError", "ToolParseError"}
@@ -56,8 +57,10 @@ class VerifiersAdapter:
 
     async def attempt(self, split: str, index: int, model: dict[str, Any], seed: int) -> dict[str, Any]:
         """Let the environment act on a row, and score it."""
-        raised: list[str] = []
+        raised: dict[str, str] = {}
+        unmeasured: dict[str, str] = {}
         _raised.set(raised)
+        _unmeasured.set(unmeasured)
         async with AsyncOpenAI(base_url=f"{model['url']}/v1", api_key=model["key"], timeout=_LONG) as http:
             output = await self.environment.run_rollout(
                 dict(self.rows[split][index]),
@@ -66,10 +69,11 @@ class VerifiersAdapter:
                 {"temperature": model["temperature"], "max_tokens": model["max_tokens"]},
             )
         if raised:
-            raise Failure("scorer", raised[0])
+            raise Failure("scorer", next(iter(raised.values())))
         if output.get("error"):
             _check_error(output["error"])
-        metrics = {name: float(value) for name, value in (output.get("metrics") or {}).items() if value is not None}
+        found = {name: value for name, value in (output.get("metrics") or {}).items() if name not in unmeasured}
+        metrics = {name: float(value) for name, value in found.items() if value is not None}
         reward = output["reward"]
         return {"reward": reward, "metrics": metrics, "solved": reward is not None and reward >= self.full - 1e-6}
 
@@ -81,13 +85,16 @@ def _notice_exceptions() -> None:
         return
 
     async def noticing(self: Rubric, func: Any, state: Any) -> float:
+        counts = any(weight for other, weight in zip(self.funcs, self.weights, strict=False) if other is func)
+        kept = _raised if counts else _unmeasured
+
         @functools.wraps(func)
         async def noticed(*arguments: Any, **options: Any) -> float:
             try:
                 return float(await maybe_await(func, *arguments, **options))
             except Exception as error:
                 name = getattr(func, "__name__", repr(func))
-                _raised.get().append(f"the reward function {name} raised {type(error).__name__}: {error}"[:500])
+                kept.get()[name] = f"the reward function {name} raised {type(error).__name__}: {error}"[:500]
                 raise
 
         return float(await call(self, noticed, state))
