@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import gc
 import json
 import os
 import struct
@@ -75,6 +76,8 @@ def main() -> None:
         __import__(name)
     del sys.argv[1:]
     scope: dict[str, object] = {"__name__": "__main__", "__builtins__": __builtins__}
+    gc.collect()
+    gc.freeze()  # copies share these objects' pages with us for as long as nobody, the collector least of all, writes to them
     send({"value": None, "error": None})
     while True:
         request = json.loads(read_exactly(struct.unpack("<I", read_exactly(4))[0]))

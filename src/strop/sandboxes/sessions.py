@@ -46,7 +46,7 @@ class Channel:
         self._process: LocalProcess | None = None
         self._to = self._from = -1
         self._buffer = bytearray()
-        self._answer: asyncio.Future[bytes | None] | None = None
+        self._answer: asyncio.Future[tuple[bytes | None, bool]] | None = None  # and whether time was over
         self._outputs: dict[str, Capture] = {}
 
     @property
@@ -91,7 +91,7 @@ class Channel:
             return
         answer = self._complete(self._buffer)
         if answer is not None and self._answer is not None and not self._answer.done():
-            self._answer.set_result(answer)
+            self._answer.set_result((answer, False))
 
     def _shut(self) -> None:
         if self._from >= 0:
@@ -100,26 +100,33 @@ class Channel:
             os.close(self._to)
             self._from = self._to = -1
         if self._answer is not None and not self._answer.done():
-            self._answer.set_result(None)
+            self._answer.set_result((None, False))
 
     async def ask(self, data: bytes, timeout: float, kept: int) -> tuple[bytes | None, bool, dict[str, Capture]]:
         """Send a request; returns (answer or None if the program ended, whether time was over, what it printed)."""
         self._answer = asyncio.get_running_loop().create_future()
         self._outputs = {"stdout": Capture(kept), "stderr": Capture(kept)}
         await self._write(data)
-        answer, timed_out = None, False
+        timer = asyncio.get_running_loop().call_later(timeout, self._be_late)
         try:
-            answer = await asyncio.wait_for(asyncio.shield(self._answer), timeout)
-        except TimeoutError:
-            timed_out = True
-            answer = await self._call_back()
+            answer, timed_out = await self._answer
+            if timed_out:
+                answer = await self._call_back()
         except asyncio.CancelledError:
             await self.close()
             raise
+        finally:
+            timer.cancel()
         if self._process is not None:
             self._process.drain()
         outputs, self._outputs = self._outputs, {}
         return answer, timed_out, outputs
+
+    def _be_late(self) -> None:
+        """Time is over: let `ask` know, and keep what may still come for it."""
+        late, self._answer = self._answer, asyncio.get_running_loop().create_future()
+        if late is not None and not late.done():
+            late.set_result((None, True))
 
     async def _write(self, data: bytes) -> None:
         while data and self._to >= 0:
@@ -135,7 +142,7 @@ class Channel:
         assert self._process is not None and self._answer is not None
         await self._process.interrupt_below()
         try:
-            return await asyncio.wait_for(asyncio.shield(self._answer), _COME_BACK)
+            return (await asyncio.wait_for(self._answer, _COME_BACK))[0]
         except TimeoutError:
             await self.close()
             return None
