@@ -23,7 +23,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from statistics import median
 from typing import Any
 
@@ -33,7 +33,7 @@ import psutil
 from strop.gateway import Attempt, Engine, Gateway, running
 from strop.gateway.attempts import NEW
 from strop.gateway.dialects import chat
-from strop.gateway.server import settle_heap
+from strop.gateway.server import unhurried_collection
 from strop.rollouts import FinishReason, Rollout
 from strop.sampling.rendering import renderer_for
 from strop.sampling.sampler import Sample, SamplingParams
@@ -124,11 +124,20 @@ class Connection:
         )
         self.writer.write(head.encode() + content)
         answered = await self.reader.readuntil(b"\r\n\r\n")
-        length = int(answered.lower().split(b"content-length: ", 1)[1].split(b"\r\n", 1)[0])
-        received = await self.reader.readexactly(length)
+        sized = answered.lower().split(b"content-length: ", 1)
+        if len(sized) == 2:
+            received = await self.reader.readexactly(int(sized[1].split(b"\r\n", 1)[0]))
+        else:
+            received = b"".join([chunk async for chunk in self._chunks()])
         if b" 200 " not in answered.split(b"\r\n", 1)[0]:
             raise RuntimeError(received.decode())
         return received
+
+    async def _chunks(self) -> AsyncIterator[bytes]:
+        """The chunks of a streamed body."""
+        while size := int(await self.reader.readuntil(b"\r\n"), 16):
+            yield (await self.reader.readexactly(size + 2))[:-2]
+        await self.reader.readexactly(2)
 
 
 async def measure(batch: Callable[[], Awaitable[None]], rollouts: int) -> float:
@@ -193,7 +202,6 @@ async def cost(args: argparse.Namespace, tokenizer: Any) -> dict[str, float]:
 
 async def streams(args: argparse.Namespace, tokenizer: Any) -> dict[str, float]:
     """Thousands of streams at once."""
-    settle_heap()  # as `strop serve` does
     sampler = InstantSampler(tokenizer, seconds=args.seconds)
     engine = Engine(sampler, renderer_for(tokenizer, args.tokenizer), tokenizer)
     stalls, busy = [0.0], [0.0]
@@ -207,7 +215,8 @@ async def streams(args: argparse.Namespace, tokenizer: Any) -> dict[str, float]:
             busy.append(time.thread_time() - worked)
 
     lost, memory, most = 0, [], 0
-    async with running(Gateway(engine, "tiny")) as url:
+    idle = lambda: not engine.in_flight  # noqa: E731
+    async with unhurried_collection(idle), running(Gateway(engine, "tiny")) as url:  # as `strop serve` does
         watching = asyncio.create_task(watch())
         for round_number in range(args.stream_rounds):
             keys = []
