@@ -3,6 +3,7 @@ holds in them. The suite itself is run as an ordinary user here, with and withou
 
 from __future__ import annotations
 
+import asyncio
 import os
 import platform
 import subprocess
@@ -10,13 +11,16 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from strop.errors import ConfigError
 from strop.sandboxes import Image, Limits, LocalPool, SandboxesUnavailable, probe
 from strop.sandboxes.bubblewrap import FILTER, find_interpreter
 from strop.sandboxes.cgroups import CgroupRoots, find_roots
+from strop.sandboxes.idmaps import find_id_map
 from strop.sandboxes.sandbox import MIB
 from strop.sandboxes.tiers import candidates, obstacle
 from strop.sandboxes.zygote import HELPER
@@ -110,6 +114,47 @@ async def test_without_control_groups_each_process_has_the_limits(
         assert (await (await box.fork(1))[0].exec("wc -c < /count")).text
 
 
+@needs_bubblewrap
+async def test_a_killed_host_takes_its_sandboxes_along(host_image: Image) -> None:
+    script = """
+import asyncio
+from strop.sandboxes import Image, LocalPool
+async def main():
+    async with LocalPool(Image.host(), tier="bubblewrap", least="bubblewrap", allow_weak=True) as pool:
+        for _ in range(3):
+            await (await pool.create()).start("(setsid sleep 98765 &); exec sleep 98765")
+        print(pool._zygote._folder, flush=True)
+        await asyncio.sleep(1000)
+asyncio.run(main())
+"""
+    host = await asyncio.create_subprocess_exec(sys.executable, "-c", script, stdout=asyncio.subprocess.PIPE)
+    assert host.stdout is not None
+    folder = Path((await host.stdout.readline()).decode().strip())
+    asked = [found for found in psutil.process_iter(["cmdline"]) if found.info["cmdline"] == ["sleep", "98765"]]
+    assert folder.is_dir() and len(asked) == 6
+    host.kill()
+    await host.wait()
+    gone, alive = psutil.wait_procs(asked, timeout=20)
+    assert len(gone) == 6 and not alive
+    async with LocalPool(host_image, tier="bubblewrap", least="bubblewrap", allow_weak=True):
+        assert not folder.exists()
+
+
+@pytest.mark.parametrize(("text", "writer", "count"), [("tester:600000:65536\n", "newuidmap", 65536), ("", "self", 1)])
+def test_the_users_inside_are_those_that_the_host_lends(
+    anywhere: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, writer: str, count: int
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: USER)
+    monkeypatch.setattr(os, "getegid", lambda: USER)
+    monkeypatch.setattr("strop.sandboxes.idmaps.pwd.getpwuid", lambda uid: SimpleNamespace(pw_name="tester"))
+    monkeypatch.setattr("strop.sandboxes.idmaps.shutil.which", lambda name: f"/usr/bin/{name}")
+    real = Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda path: text if path.name in ("subuid", "subgid") else real(path))
+    found = find_id_map()
+    assert (found.writer, found.count) == (writer, count) and found.users[0] == (0, USER, 1)
+    assert found.users[1:] == (((1, 600000, 65535),) if count > 1 else ())
+
+
 # ---- as an ordinary user ----
 
 
@@ -145,22 +190,24 @@ def user(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[str]]:
         folder.rmdir()
 
 
+@pytest.fixture
+def home() -> Iterator[Path]:
+    """A folder of the user's: pytest's own are for root alone."""
+    with tempfile.TemporaryDirectory(prefix="strop-test-") as folder:
+        os.chown(folder, USER, USER)
+        yield Path(folder)
+
+
 @needs_root
 @needs_bubblewrap
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_the_suite_holds_for_an_ordinary_user(user: list[str], tmp_path: Path) -> None:
+def test_the_suite_holds_for_an_ordinary_user(user: list[str], home: Path) -> None:
     interpreter = find_interpreter()
     version = "import sys; print(sys.version_info[:2])"
     found = subprocess.run([str(interpreter), "-c", version], capture_output=True, text=True, check=True).stdout
     if found.strip() != str(sys.version_info[:2]):
         pytest.skip(f"{interpreter} can't load the packages of {sys.executable}")
-    home = tmp_path / "home"
-    home.mkdir()
-    os.chown(home, USER, USER)
-    for folder in (tmp_path, *tmp_path.parents):  # pytest's are for their owner alone
-        if folder.stat().st_uid == os.geteuid() and len(folder.parts) > 2:
-            folder.chmod(folder.stat().st_mode | 0o011)
     paths = [str(Path(path).resolve()) for path in sys.path if path]
     env = {
         "PATH": os.environ["PATH"],

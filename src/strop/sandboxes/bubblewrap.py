@@ -195,7 +195,7 @@ class Bubblewrap:
         shutil.copyfile(FILTER, self._folder / "filter")
         for path in (self._folder, *self._folder.rglob("*")):  # whatever the umask: sandboxes' root must see these
             path.chmod(0o755 if path.is_dir() else 0o644)
-        (self._folder / "snapshots").mkdir()
+        (self._folder / "snapshots").mkdir(mode=0o700)
         if self._ids.writer == "root":
             os.chown(self._folder / "snapshots", BASE_ID, BASE_ID)
         self._layers = [self._own(number, layer) for number, layer in enumerate(self._image.layers)]

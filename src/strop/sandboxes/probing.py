@@ -17,6 +17,7 @@ from typing import Literal
 from strop.errors import StropError
 from strop.sandboxes.cgroups import CgroupRoots, find_roots
 from strop.sandboxes.errors import SandboxFailure
+from strop.sandboxes.idmaps import find_id_map
 from strop.sandboxes.images import Image
 from strop.sandboxes.tiers import TIERS, Lack, Tier, obstacle
 
@@ -80,6 +81,15 @@ def _lacks(roots: CgroupRoots) -> list[Lack]:
     found = (obstacle(tier) for tier in TIERS if tier != "rootless")
     lacks = [lack for lack in found if lack is not None]
     lacks += _kernel_lacks()
+    if find_id_map().count == 1:
+        lacks.append(
+            Lack(
+                "newuidmap, or a range of this user in /etc/subuid and /etc/subgid",
+                "more than one user inside",
+                "apt-get install uidmap && usermod --add-subuids 100000-165535 --add-subgids 100000-165535 $USER",
+                fatal=False,
+            )
+        )
     if roots.missing:
         lacks.append(
             Lack(
