@@ -168,7 +168,7 @@ async def run_workers(shop: Workshop, kind: str, python: Path, specs: list[str])
         for spec in specs:
             name, _, options = spec.partition("=")
             given = json.loads((options or "{}").replace("DATA", str(data)))
-            environment = WorkerEnvironment(name, str(python.absolute()), kind, given)
+            environment = WorkerEnvironment(name, str(python.absolute()), kind, given, start_seconds=600)
             found = await shop.attempts(spec if "broken" in spec else name, environment, OwnHarness())
             await environment.close()
             found.show()

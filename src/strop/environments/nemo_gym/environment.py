@@ -128,7 +128,6 @@ class NemoGymSession(Session):
         )
         self._row: dict[str, Any] = {**task.data["row"], "_ng_task_index": task.data["index"]}
         self._tools = {tool["function"]["name"] for tool in task.tools}
-        self._model = "policy"
 
     async def open(self) -> None:
         """Seed the session. Raises AttemptError if the server does not."""
@@ -167,7 +166,7 @@ class NemoGymSession(Session):
             "id": f"resp_{rollout.id}",
             "object": "response",
             "created_at": int(time.time()),
-            "model": self._model,
+            "model": "policy",
             "status": "incomplete" if cut else "completed",
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,

@@ -71,7 +71,9 @@ class ResourcesServer:
     ) -> None:
         self._environment, self._idle = environment, idle_seconds
         self._tasks = {split: environment.tasks(split) for split in splits}
-        self._by_id: dict[str, dict[str, int]] = {}
+        self._by_id = {
+            split: {task.id: number for number, task in enumerate(tasks)} for split, tasks in self._tasks.items()
+        }
         self._open: dict[str, _Open] = {}
 
     def app(self) -> Starlette:
@@ -141,8 +143,6 @@ class ResourcesServer:
         for split in self._tasks if asked is None else [str(asked)]:
             if split not in self._tasks:
                 return f"there is no split {split!r}; there are {', '.join(self._tasks)}"
-            if split not in self._by_id:
-                self._by_id[split] = {task.id: number for number, task in enumerate(self._tasks[split])}
             if name in self._by_id[split]:
                 return self._tasks[split][self._by_id[split][name]]
         return f"there is no task {name!r}"

@@ -8,8 +8,9 @@ import asyncio
 import json
 import math
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from strop.environments.environment import Environment, Session
 from strop.environments.workers.pool import ModelAccess, WorkerPool
@@ -69,6 +70,7 @@ class WorkerEnvironment(Environment):
             0.4), or "path/to/file.py:Class".
         options: passed to the adapter.
         workers, capacity: processes, and attempts that each makes at once.
+        start_seconds: how long a worker may take to load the environment.
     """
 
     def __init__(
@@ -79,11 +81,16 @@ class WorkerEnvironment(Environment):
         options: dict[str, object] | None = None,
         workers: int = 1,
         capacity: int = 64,
+        start_seconds: float = 120.0,
     ) -> None:
         self.name = environment
         spec = _ADAPTERS.get(adapter, adapter)
         self._command = [python, str(_WORKER), spec, environment, json.dumps(options or {})]
-        self._workers, self._capacity = workers, capacity
+        self._pool_options: dict[str, Any] = {
+            "workers": workers,
+            "capacity": capacity,
+            "start_seconds": start_seconds,
+        }
         self._tasks: dict[str, list[Task]] = {}
         self._pools: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, WorkerPool] = weakref.WeakKeyDictionary()
 
@@ -91,13 +98,15 @@ class WorkerEnvironment(Environment):
         """The workers of this event loop."""
         loop = asyncio.get_running_loop()
         if loop not in self._pools:
-            self._pools[loop] = WorkerPool(self._command, workers=self._workers, capacity=self._capacity)
+            self._pools[loop] = WorkerPool(self._command, **self._pool_options)
         return self._pools[loop]
 
     def tasks(self, split: str) -> Sequence[Task]:
         """See `Environment.tasks`. The first time, a worker is started to list them."""
         if split not in self._tasks:
-            self._tasks[split] = _in_a_thread(self._command, split, self.name)
+            self._tasks[split] = _in_a_thread(
+                lambda: WorkerPool(self._command, **{**self._pool_options, "workers": 1}), split, self.name
+            )
         return self._tasks[split]
 
     async def start(self, task: Task, seed: int) -> Session:
@@ -111,12 +120,12 @@ class WorkerEnvironment(Environment):
             await pool.close()
 
 
-def _in_a_thread(command: Sequence[str], split: str, name: str) -> list[Task]:
+def _in_a_thread(make: Callable[[], WorkerPool], split: str, name: str) -> list[Task]:
     """The tasks of a split, asked of a worker of its own: the caller may be inside an event loop, or not."""
     from concurrent.futures import ThreadPoolExecutor
 
     async def ask() -> list[Task]:
-        pool = WorkerPool(command)
+        pool = make()
         try:
             rows = await pool.tasks(split)
         finally:
