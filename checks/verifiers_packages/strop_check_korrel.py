@@ -5,20 +5,6 @@ from korrel.exporters.verifiers import to_verifiers_env
 from korrel.persona import Persona
 from korrel.rubric import Rubric
 from korrel.scenario import Scenario
-from korrel.tools import MockTool
-
-ADD = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "description": "Add two numbers.",
-        "parameters": {
-            "type": "object",
-            "properties": {"a": {"type": "number"}, "b": {"type": "number"}},
-            "required": ["a", "b"],
-        },
-    },
-}
 
 
 def right(completion, info, **kwargs) -> float:
@@ -28,10 +14,9 @@ def right(completion, info, **kwargs) -> float:
 def load_environment() -> vf.Environment:
     scenario = Scenario(
         id="sum",
-        system="Use the tool.",
+        system="Be brief.",
         persona=Persona(goal="know the sum"),
         opening_message="What is 20 + 22?",
-        tools=[MockTool(name="add", schema=ADD, respond=lambda given, state: given["a"] + given["b"])],
         info={"answer": "42"},
         rubric=Rubric([right]),
     )

@@ -54,14 +54,19 @@ class StropEnvironment(vf.MultiTurnEnv):
         )
 
     def _rows(self, split: str) -> list[dict[str, Any]]:
-        """Rows as plain columns: a row's tools differ from task to task, so they are not part of it."""
+        """Rows name their tasks; tools, which differ from task to task, are set when an attempt begins."""
         return [
-            {"prompt": [dict(message) for message in task.messages], "answer": "", "example_id": number, "task": split}
+            {
+                "prompt": [dict(message) for message in task.messages],
+                "answer": "",
+                "example_id": number,
+                "info": {"split": split, "number": number},
+            }
             for number, task in enumerate(self._splits[split])
         ]
 
     def _task(self, state: Any) -> Task:
-        return self._splits[str(state["task"])][int(state["example_id"])]
+        return self._splits[str(state["info"]["split"])][int(state["info"]["number"])]
 
     async def setup_state(self, state: Any) -> Any:
         """See `vf.MultiTurnEnv`: opens the attempt."""
