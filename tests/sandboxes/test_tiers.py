@@ -116,24 +116,29 @@ async def test_without_control_groups_each_process_has_the_limits(
 
 @needs_bubblewrap
 async def test_a_killed_host_takes_its_sandboxes_along(host_image: Image) -> None:
-    script = """
+    sleep = ["sleep", str(900_000_000 + os.getpid())]
+    script = f"""
 import asyncio
 from strop.sandboxes import Image, LocalPool
 async def main():
     async with LocalPool(Image.host(), tier="bubblewrap", least="bubblewrap", allow_weak=True) as pool:
         for _ in range(3):
-            await (await pool.create()).start("(setsid sleep 98765 &); exec sleep 98765")
+            box = await pool.create()
+            await box.start("(setsid {" ".join(sleep)} &); exec {" ".join(sleep)}")
+            await box.exec("until [ $(pgrep -fc '^{" ".join(sleep)}') = 2 ]; do sleep 0.02; done")
         print(pool._zygote._folder, flush=True)
         await asyncio.sleep(1000)
 asyncio.run(main())
 """
     host = await asyncio.create_subprocess_exec(sys.executable, "-c", script, stdout=asyncio.subprocess.PIPE)
-    assert host.stdout is not None
-    folder = Path((await host.stdout.readline()).decode().strip())
-    asked = [found for found in psutil.process_iter(["cmdline"]) if found.info["cmdline"] == ["sleep", "98765"]]
-    assert folder.is_dir() and len(asked) == 6
-    host.kill()
-    await host.wait()
+    try:
+        assert host.stdout is not None
+        folder = Path((await host.stdout.readline()).decode().strip())
+        asked = [found for found in psutil.process_iter(["cmdline"]) if found.info["cmdline"] == sleep]
+        assert folder.is_dir() and len(asked) == 6
+    finally:
+        host.kill()
+        await host.wait()
     gone, alive = psutil.wait_procs(asked, timeout=20)
     assert len(gone) == 6 and not alive
     async with LocalPool(host_image, tier="bubblewrap", least="bubblewrap", allow_weak=True):

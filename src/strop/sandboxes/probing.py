@@ -102,7 +102,7 @@ def _lacks(roots: CgroupRoots) -> list[Lack]:
         lacks.append(
             Lack(
                 "a version 2 control group hierarchy",
-                "pause, resume and live snapshots",
+                "stopping a whole sandbox at one instant; signals do it otherwise",
                 "mount -t cgroup2 none /sys/fs/cgroup/unified",
                 fatal=False,
             )
