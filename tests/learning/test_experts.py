@@ -256,6 +256,13 @@ def test_experts_of_another_kind_are_refused():
         Policy(model, dtype=torch.float32)
 
 
+def test_experts_that_no_block_shows_are_refused():
+    model = tiny.model("llama, tied")
+    model.config.num_experts = 4
+    with pytest.raises(ModelError, match="LlamaForCausalLM has experts in its configuration"):
+        Policy(model, dtype=torch.float32)
+
+
 def test_a_model_whose_cache_is_wrong_is_refused():
     model = tiny.model("qwen3 moe")
     attention = model.model.layers[0].self_attn

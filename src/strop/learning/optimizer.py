@@ -167,8 +167,8 @@ class MasterWeights:
             eight_bit_step = name == "step" and self._moments == "8bit"  # a plain number there
             state.setdefault(int(number), {})[name] = int(tensor) if eight_bit_step else tensor
         if self._moments == "8bit":  # its own state_dict packs them in another way
-            for number, entry in state.items():
-                self._adamw.state[self._adamw.param_groups[number]["params"][0]] = entry
+            for place, entry in state.items():
+                self._adamw.state[self._adamw.param_groups[place]["params"][0]] = entry
         else:
             self._adamw.load_state_dict({**self._adamw.state_dict(), "state": state})
 

@@ -30,7 +30,8 @@ def check_carried(policy: Policy) -> None:
     """
     if policy.decoder is not None or policy.gives_values:
         return
-    model, name = policy.model, type(base_of(policy.model)).__name__
+    model: Any = policy.model
+    name = type(base_of(model)).__name__
     arguments = inspect.signature(base_of(model).forward).parameters
     if not {"cache", "past_key_values"} & set(arguments) or "use_cache" not in arguments:
         raise ModelError(f"{name} can't be carried: its forward takes no cache, so that it can't be sampled from")

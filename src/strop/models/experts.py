@@ -22,6 +22,10 @@ from strop.models.passes import ask, current
 IMPLEMENTATION = "strop"
 
 
+#: Where configurations say how many experts there are.
+_SIZES = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertLayout:
     """The sparse layers of a model.
@@ -78,7 +82,7 @@ def find_experts(model: nn.Module) -> ExpertLayout | None:
         experts = getattr(block, "experts", None)
         if not isinstance(experts, nn.Module):
             continue
-        found = [child for child in block.children() if child is not experts and _is_router(child)]
+        found: list[Any] = [child for child in block.children() if child is not experts and _is_router(child)]
         if len(found) != 1 or not hasattr(experts, "is_transposed"):
             raise ModelError(
                 f"the model's {name} is a {type(block).__name__}, whose experts can't be carried: a block needs one "
@@ -86,8 +90,14 @@ def find_experts(model: nn.Module) -> ExpertLayout | None:
                 "DeepSeek-V3 or Nemotron-H"
             )
         routers.append(found[0])
-        sizes.add((int(found[0].num_experts), int(found[0].top_k)))  # type: ignore[arg-type]
+        sizes.add((int(found[0].num_experts), int(found[0].top_k)))
     if not routers:
+        sizes_asked = {name: getattr(getattr(model, "config", None), name, 0) for name in _SIZES}
+        if any(isinstance(size, int) and size > 1 for size in sizes_asked.values()):
+            raise ModelError(
+                f"{type(model).__name__} has experts in its configuration, but no blocks of the kind that can be carried: "
+                "a router that chooses by one topk, and experts stored as (experts, …) tensors"
+            )
         return None
     if len(sizes) > 1:
         raise ModelError(f"the model's sparse layers differ in (experts, experts per token): {sorted(sizes)}")
@@ -114,6 +124,7 @@ def prepare_experts(model: nn.Module) -> ExpertLayout | None:
     for module in model.modules():
         if hasattr(module, "is_transposed") and hasattr(module, "has_gate"):
             module.config._experts_implementation = IMPLEMENTATION  # type: ignore[union-attr]
+    router: Any
     for number, router in enumerate(layout.routers):
         router.layer = number
         ask(router, Asked)

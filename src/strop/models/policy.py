@@ -251,7 +251,7 @@ def _plain_head(model: Any) -> nn.Linear | None:
     """The output layer of a causal LM, if the model does nothing to the logits that it gives: tried out on two tokens,
     as scaled and capped logits are written in many ways."""
     head = base_of(model).get_output_embeddings()
-    if not isinstance(head, nn.Linear) or head.bias is not None:
+    if not isinstance(head, nn.Linear) or "bias" in dict(head.named_parameters()):
         return None
     ask(head, LeftOut)
     tokens = torch.tensor([[0, 1]], device=head.weight.device)
@@ -260,12 +260,16 @@ def _plain_head(model: Any) -> nn.Linear | None:
         hook = head.register_forward_hook(lambda _, __, result: result * scale)
         try:
             with running(Pass(headless=headless)):
-                return model(input_ids=tokens, use_cache=False).logits.float()  # type: ignore[no-any-return]
+                logits: Tensor = model(input_ids=tokens, use_cache=False).logits
+            return logits.float()
         finally:
             hook.remove()
 
     # Scaling by a power of two is exact, so that any function but the identity shows.
-    plain, scaled, hidden = given(1.0, False), given(1024.0, False), given(1.0, True)
+    try:
+        plain, scaled, hidden = given(1.0, False), given(1024.0, False), given(1.0, True)
+    except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError):
+        return None  # `strop.models.carried` says what is wrong with such a forward
     own = nn.functional.linear(hidden.to(head.weight.dtype), head.weight).float()
     unchanged = hidden.shape[-1] == head.in_features and torch.equal(own, plain) and torch.equal(scaled, plain * 1024)
     return head if unchanged else None

@@ -108,4 +108,4 @@ class GenericEngine:
         past = {self._cache_name: cache}
         with running(Pass(adapter=adapter, routing=routing)):
             out = self.model(tokens.to(self.policy.device), use_cache=True, **self._narrow, **past)
-        return out, routing and routing.all_chosen()
+        return out, routing.all_chosen() if routing else None

@@ -138,7 +138,7 @@ class FusedPass:
         names = dict.fromkeys(piece.adapter for piece in pieces if piece.adapter)
         if len(names) == 1 and all(piece.adapter for piece in pieces):
             return [(name, slice(None)) for name in names]
-        found = []
+        found: list[tuple[str, slice | Tensor]] = []
         for name in names:
             mine = torch.tensor([piece.adapter == name for piece in pieces], device=counts.device)
             found.append((name, mine.repeat_interleave(counts).nonzero()[:, 0]))
