@@ -36,6 +36,7 @@ bench: setup
 	$(BIN)/python benchmarks/rollout_overhead.py
 	$(BIN)/python benchmarks/sampler.py
 	$(BIN)/python benchmarks/grpo_step.py
+	$(BIN)/python benchmarks/sft_dpo.py
 
 bench-peers: setup
 	bash benchmarks/peers/setup.sh
