@@ -19,7 +19,7 @@ peer() { # NAME PACKAGES...
 }
 
 # Other ecosystems' environments, for checks/bridges.py.
-peer verifiers "verifiers<0.4" reasoning-gym staros-stardata falsepass
+peer verifiers "verifiers<0.4" reasoning-gym staros-stardata falsepass korrel
 # Declares Python 3.12 and a torch stack that its environments don't import.
 .peers/verifiers/bin/pip install --quiet --ignore-requires-python --no-deps primebeaker
 peer verifiers-1 "verifiers>=0.4" marble-v1
