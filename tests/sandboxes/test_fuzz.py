@@ -94,7 +94,7 @@ def test_h43_any_stream_of_a_tree_is_an_archive_or_a_refusal(
     stream = b""
     for kind, mode, owner, time, name, data, size in entries:
         stream += wire.ENTRY.pack(kind, mode, owner, owner, len(name), 0, time, len(data) if size is None else size)
-        stream += name + (data if kind in b"fl" else b"")
+        stream += name + (data if kind in (ord("f"), ord("l")) else b"")
     stream += wire.ENTRY.pack(ord("e"), 0, 0, 0, 0, 0, 0, 0) if ended else b""
     stream = stream[: len(stream) - cut] if cut < 40 else stream
 
