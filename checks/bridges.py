@@ -215,8 +215,8 @@ async def run_gym(shop: Workshop, python: Path, names: list[str]) -> list[Ran]:
                 try:
                     environment = NemoGym(train=told[name]["rows"], url=f"{url}/{name}", name=name)
                     found = await shop.attempts(name, environment, ToolLoop(max_turns=4))
-                    agreed, recorded = await judge_again(Path(told[name]["rollouts"]), f"{url}/{name}")
-                    found.said = f"recorded rewards: {agreed} of {recorded} given again"
+                    agreed, refused, recorded = await judge_again(Path(told[name]["rollouts"]), f"{url}/{name}")
+                    found.said = f"recorded rewards: {agreed} of {recorded} given again, {refused} refused"
                 except (StropError, AttemptError) as error:
                     found = Ran(name, said=str(error)[-200:])
             found.show()
@@ -224,15 +224,21 @@ async def run_gym(shop: Workshop, python: Path, names: list[str]) -> list[Ran]:
     return ran
 
 
-async def judge_again(path: Path, url: str) -> tuple[int, int]:
-    """Send recorded episodes to /verify: how many get the recorded reward, of how many. Tools are called again first."""
-    agreed = count = 0
+async def judge_again(path: Path, url: str) -> tuple[int, int, int]:
+    """Send recorded episodes to /verify, after calling their tools again.
+
+    Returns:
+        how many get the recorded reward, how many are refused (of a form that the server no longer takes), of how many.
+    """
+    agreed = refused = count = 0
     for row in _lines(path):
         if not isinstance(row.get("response"), dict) or "reward" not in row:
             continue
         count += 1
         async with httpx.AsyncClient(base_url=url, timeout=60) as http:
             sent = {key: value for key, value in row.items() if key != "reward"}
+            asked = row["responses_create_params"]  # older recordings write out what was not said
+            sent["responses_create_params"] = {key: value for key, value in asked.items() if value is not None}
             await http.post("/seed_session", json=sent)
             for item in row["response"]["output"]:
                 if item.get("type") == "function_call":
@@ -241,7 +247,8 @@ async def judge_again(path: Path, url: str) -> tuple[int, int]:
                     )
             answer = await http.post("/verify", json=sent)
         agreed += answer.status_code == 200 and abs(answer.json()["reward"] - row["reward"]) < 1e-6
-    return agreed, count
+        refused += answer.status_code == 422
+    return agreed, refused, count
 
 
 async def run_exports(shop: Workshop, peers: Path) -> list[Ran]:
