@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 #: Problems and duplicates that are shown row by row.
 SHOWN = 20
-#: A step takes so many times the matrix products alone: sft_times_matmul_limit of benchmarks/sft_dpo.py.
+#: A step is taken to need so many times the matrix products alone; benchmarks/sft_dpo.py measures it.
 OVER_MATMUL = 1.5
 #: Passes over the weights that a token costs: forward, and two in the backward pass; at 2 operations a weight.
 OPERATIONS = 6
