@@ -8,6 +8,7 @@ and of its recorded rollouts, or why it could not be made.
 """
 
 import importlib
+import importlib.util
 import json
 import sys
 import traceback
@@ -33,9 +34,10 @@ def settings_of(folder: Path) -> dict:
 
 def make(name: str):
     """The server's application, and what lies beside it."""
+    package = importlib.util.find_spec("resources_servers")
+    folder = Path(next(iter(package.submodule_search_locations))) / name
+    sys.path.insert(0, str(folder))  # as its own start does: some import what lies beside them
     module = importlib.import_module(f"resources_servers.{name}.app")
-    folder = Path(module.__file__).parent
-    sys.path.insert(0, str(folder))
     found = [
         value
         for value in vars(module).values()
