@@ -289,10 +289,11 @@ async def served_to_their_agent(shop: Workshop, python: Path) -> Ran:
         await asyncio.wait([serving])
     body = told.get("body")
     reward = body.get("reward") if isinstance(body, dict) else None
-    verified = isinstance(body, dict) and body.get("mask_sample") is False and body.get("tool_calls", 0) >= 1
+    met = body.get("tool_calls", 0) + body.get("rejected_calls", 0) if isinstance(body, dict) else 0
+    verified = isinstance(body, dict) and body.get("mask_sample") is False and met == 1
     if reward is not None:
         rollout.ending = Scored(reward)
-    said = f"verified by ours: {verified}" if verified else json.dumps(told)[:400]
+    said = f"verified by ours: {verified}" if verified else json.dumps(told)[-400:]
     return Ran("shopkeeper served to NeMo Gym's agent", 1, [rollout], wrong_tokens(rollout, audit.seen), said, verified)
 
 

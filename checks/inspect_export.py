@@ -29,6 +29,6 @@ with tempfile.TemporaryDirectory() as logs:
         display="none",
         log_dir=logs,
     )
-samples = log.samples or []
-scores = [sample.scores["strop_scorer"].value for sample in samples if sample.scores]
-print(json.dumps({"status": log.status, "samples": len(samples), "scores": scores, "error": str(log.error)[:300]}))
+    samples = log.samples or []
+    scores = [sample.scores["strop_scorer"].value for sample in samples if sample.scores]
+    print(json.dumps({"status": log.status, "samples": len(samples), "scores": scores, "error": str(log.error)[:300]}))
