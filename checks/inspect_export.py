@@ -9,7 +9,7 @@ import json
 import tempfile
 
 from inspect_ai import eval
-from inspect_ai.model import ModelOutput, get_model
+from inspect_ai.model import ModelOutput, ModelUsage, get_model
 
 from strop.environments import load_environment
 from strop.environments.exports.inspect_ai import strop_task
@@ -21,6 +21,8 @@ outputs = []
 for number, task in enumerate(tasks):  # every second answer is right
     outputs.append(ModelOutput.for_tool_call("mockllm/model", tool, {"item": "pears"}))
     outputs.append(ModelOutput.from_content("mockllm/model", f"It is {task.data['answer'] if number % 2 else -1}"))
+for output in outputs:  # counted by inspect itself they would need a tokenizer from the network
+    output.usage = ModelUsage(input_tokens=1, output_tokens=1, total_tokens=2)
 with tempfile.TemporaryDirectory() as logs:
     (log,) = eval(
         strop_task("shopkeeper", OPTIONS),

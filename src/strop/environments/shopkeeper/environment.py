@@ -18,7 +18,7 @@ from strop.rollouts import Message, Rollout, Scored, Task
 
 if TYPE_CHECKING:
     from strop.environments.shopkeeper.sandboxed import SandboxedTools
-    from strop.sandboxes import LocalPool
+    from strop.sandboxes import SandboxPool
 
 #: How a demonstration ends: the number last, since that is what is read.
 _ANSWERS = ("{} {}", "It is {} {}.", "The answer is {} {}.", "That makes {} {}.")
@@ -123,7 +123,7 @@ class Shopkeeper(Environment):
 class ShopSession(Session):
     """One attempt: the task's tools, and the score of what was made of them."""
 
-    def __init__(self, environment: Shopkeeper, task: Task, seed: int, pool: LocalPool | None = None) -> None:
+    def __init__(self, environment: Shopkeeper, task: Task, seed: int, pool: SandboxPool | None = None) -> None:
         super().__init__(environment, task, seed)
         self._sandboxed, self._pool = environment.sandboxed, pool
         self.workbench = Workbench(task.data["table"], task.data["faults"])

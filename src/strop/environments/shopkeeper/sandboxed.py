@@ -18,7 +18,7 @@ from pathlib import Path
 from strop.environments.shopkeeper.answers import Answer, Refusal
 from strop.errors import AttemptError, ConfigError, StropError
 from strop.rollouts import FailureKind
-from strop.sandboxes import Image, Limits, LocalPool, PythonSession, Sandbox
+from strop.sandboxes import Image, Limits, PythonSession, Sandbox, SandboxPool
 from strop.sandboxes.shared import SharedPool
 
 #: Seconds that a call may take before its place counts as broken. It takes milliseconds.
@@ -50,7 +50,7 @@ class SandboxedTools:
     def __init__(self) -> None:
         limits = Limits(memory=256 << 20, processes=32, disk=16 << 20, timeout=_SECONDS)
         self._shared = SharedPool(_image, limits=limits)
-        self._interpreters: weakref.WeakKeyDictionary[LocalPool, _Interpreters] = weakref.WeakKeyDictionary()
+        self._interpreters: weakref.WeakKeyDictionary[SandboxPool, _Interpreters] = weakref.WeakKeyDictionary()
 
     def check(self) -> None:
         """Make one call, and refuse before anything starts what this machine can't do.
@@ -75,7 +75,7 @@ class SandboxedTools:
         finally:
             await self.close()
 
-    async def open(self) -> LocalPool:
+    async def open(self) -> SandboxPool:
         """The pool for an attempt's calls; needs one `close`."""
         return await self._shared.acquire()
 
@@ -84,7 +84,7 @@ class SandboxedTools:
         await self._shared.release()
 
     async def answer(
-        self, pool: LocalPool, table: Mapping[str, Mapping[str, float]], name: str, arguments: Mapping[str, object]
+        self, pool: SandboxPool, table: Mapping[str, Mapping[str, float]], name: str, arguments: Mapping[str, object]
     ) -> Answer | Refusal:
         """See `answers.answer`, which this runs.
 
@@ -96,7 +96,7 @@ class SandboxedTools:
         reply = json.loads(await self._run(pool, f"print(json.dumps(answer(*json.loads({call!r}))))"))
         return Refusal(*reply) if len(reply) == len(Refusal._fields) else Answer(*reply)
 
-    async def _run(self, pool: LocalPool, code: str) -> bytes:
+    async def _run(self, pool: SandboxPool, code: str) -> bytes:
         interpreters = self._interpreters.setdefault(pool, _Interpreters())
         async with interpreters.leave:
             sandbox, python = interpreters.idle.pop() if interpreters.idle else await _start(pool)
@@ -111,7 +111,7 @@ class SandboxedTools:
             return result.stdout
 
 
-async def _start(pool: LocalPool) -> tuple[Sandbox, PythonSession]:
+async def _start(pool: SandboxPool) -> tuple[Sandbox, PythonSession]:
     sandbox = await pool.create(labels={"for": "tools"})
     try:
         python = await sandbox.python(("ast", "json", "operator", "typing"))
