@@ -384,6 +384,8 @@ def judge(path: Path) -> dict[str, Any]:
     times: Counter[str] = Counter()
     trained: Counter[str] = Counter()
     for file in (path / "rollouts").glob("*.parquet"):
+        if file.stem.endswith("-stored"):  # a stage's copy of attempts that are in the files of another
+            continue
         for group, used in read_groups(file):
             for rollout in group.rollouts:
                 stored[rollout.id] = digest(rollout)

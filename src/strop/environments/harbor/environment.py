@@ -213,8 +213,10 @@ class HarborSession(Session):
     async def score(self, rollout: Rollout) -> Scored:
         """Run the tests and read what they left. No reward left is a failure, never 0."""
         sandbox, folder = self._sandbox, self._folder
-        # What the agent left running could wait for the tests and read, or change, them.
-        await sandbox.exec("rm -rf /tests /logs/verifier && mkdir -p /tests /logs/verifier", kill_leftovers=True)
+        # What the agent left running could wait for the tests and read, or change, them; it has to be gone before the
+        # folders are emptied, or it writes a reward between that and its end.
+        await sandbox.exec("true", kill_leftovers=True)
+        await sandbox.exec("rm -rf /tests /logs/verifier && mkdir -p /tests /logs/verifier")
         await sandbox.put_archive("/tests", _packed(folder.path / "tests"))
         await sandbox.exec("chmod -R a+rX /tests && chmod +x /tests/test.sh && chmod 777 /logs/verifier")
         result = await sandbox.exec(
