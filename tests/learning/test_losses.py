@@ -282,7 +282,8 @@ def test_bad_losses_are_refused(specs, says):
 
 @pytest.mark.parametrize("name", sorted(LOSSES.classes))
 def test_every_loss_works_with_its_defaults(name):
-    made = tokens([1.0, 1.1], [1.0, -1.0], [1, 1], reference_logprobs=[-1.0, -1.0], kl_baseline=[0.0, 0.0])
+    extras = {"reference_logprobs": [-1.0, -1.0], "kl_baseline": [0.0, 0.0], "teacher_logprobs": [-1.0, -1.2]}
+    made = tokens([1.0, 1.1], [1.0, -1.0], [1, 1], **extras)
     losses, gradient, _ = run({"name": name}, made)
     assert np.isfinite(losses).all()
     assert np.isfinite(gradient).all()

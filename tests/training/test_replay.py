@@ -88,7 +88,7 @@ def test_the_tokens_of_an_attempt_are_computed_again(whole):
 def test_what_was_not_trained_is_refused(whole):
     with pytest.raises(RunError, match=r"no step 5.*warmup 1 to 2, rl 1 to 4"):
         asyncio.run(replay_step(whole, 5))
-    with pytest.raises(RunError, match="trained on demonstrations"):
+    with pytest.raises(RunError, match="trained on given examples"):
         asyncio.run(replay_step(whole, 1, stage="warmup", attempt=0))
 
 
