@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from strop.errors import ModelError
+from strop.errors import ModelError, RunError
 from strop.models.load import check_model, load_model, resolve_model
 from strop.models.save import save_model, tensors_hash, verify_folder, write_folder
 
@@ -51,6 +52,17 @@ def test_a_saved_model_comes_back_and_loads_in_plain_transformers(folder, chat_t
     assert not loaded.model.training
     assert loaded.tokenizer("A b.")["input_ids"] == chat_tokenizer("A b.")["input_ids"]
     assert load_model(str(folder), dtype="bfloat16").model.dtype == torch.bfloat16
+
+
+def test_a_disk_that_takes_no_more_is_said_and_leaves_nothing(tmp_path, chat_tokenizer):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))  # less than the weights, more than the other files
+    try:
+        with pytest.raises(RunError, match="can't be written"):
+            save_model(tmp_path / "model", build(), chat_tokenizer)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_another_state_than_the_modules_own_is_what_is_saved(tmp_path, chat_tokenizer):

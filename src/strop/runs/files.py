@@ -36,8 +36,12 @@ def written_whole(path: Path) -> Iterator[Path]:
             f"{path} can't be written ({error.strerror or error}). Free space or mend the folder's permissions, then "
             f"resume; what was written before is whole."
         ) from error
-    except BaseException:
+    except BaseException as error:
         _remove(beside)
+        if type(error).__name__ == "SafetensorError" and "os error" in str(error):  # what the system refused, wrapped
+            raise RunError(
+                f"{path} can't be written ({error}). Free space, then resume; what was before is whole."
+            ) from error
         raise
 
 
