@@ -15,6 +15,7 @@ from leftovers import groups_of_this_process, processes_in_groups, zygotes  # no
 
 from strop.sandboxes import Image, Limits, LocalPool, LocalSandbox, probe  # noqa: E402
 from strop.sandboxes.sandbox import MIB  # noqa: E402
+from strop.sandboxes.tiers import Tier, obstacle  # noqa: E402
 
 #: What the attacks run under.
 TIGHT = Limits(memory=256 * MIB, processes=128, disk=64 * MIB, inodes=20000, timeout=5.0)
@@ -46,6 +47,14 @@ def host_image() -> Image:
     return Image.host()
 
 
+@pytest.fixture(params=["namespaces", pytest.param("bubblewrap", marks=pytest.mark.slow)])
+def tier(request: pytest.FixtureRequest) -> Tier:
+    """Every attack is made in both: with the helper in C, and with bubblewrap and the agent in Python."""
+    if (lack := obstacle(request.param)) is not None:
+        pytest.skip(str(lack))
+    return request.param
+
+
 @pytest.fixture(autouse=True)
 def _nothing_is_left() -> Iterator[None]:
     """No process, group, mount or descriptor outlives a test."""
@@ -63,8 +72,8 @@ def _nothing_is_left() -> Iterator[None]:
 
 
 @pytest.fixture
-async def pool(host_image: Image) -> AsyncIterator[LocalPool]:
-    async with LocalPool(host_image, limits=TIGHT) as pool:
+async def pool(host_image: Image, tier: Tier) -> AsyncIterator[LocalPool]:
+    async with LocalPool(host_image, limits=TIGHT, tier=tier, least=tier) as pool:
         yield pool
 
 

@@ -163,11 +163,11 @@ async def test_c18_the_helper_can_not_be_overwritten_through_proc(box: LocalSand
 
 async def test_h11_a_file_operation_can_not_be_looked_into_either(box: LocalSandbox) -> None:
     """It runs the agent's own code for a moment: a process of the sandbox that never executed anything."""
-    await box.exec("mkdir -p /tmp/d && head -c 30M /dev/zero > /tmp/d/f")
+    await box.exec("mkdir -p /tmp/d && head -c 15M /dev/zero > /tmp/d/f")
     watch = "import os,time\nend=time.time()+2\nwhile time.time()<end:\n for p in os.listdir('/proc'):\n  if p.isdigit() and p not in ('1',str(os.getpid())):\n   try: os.readlink(f'/proc/{p}/exe'); print('exe')\n   except OSError: pass"
     watcher = await box.start(["python3", "-c", watch])
     for _ in range(10):
-        await box.get("/tmp/d/f", max_bytes=40 << 20)
+        await box.get("/tmp/d/f", max_bytes=20 << 20)
     seen = [chunk.data async for chunk in watcher]
     assert seen == []
 

@@ -22,6 +22,7 @@ from strop.sandboxes import FileProblem, LocalPool, LocalSandbox, SandboxDead, S
 from strop.sandboxes.bubblewrap import find_interpreter
 from strop.sandboxes.sandbox import MIB
 
+_NODES = {f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom", "tty")}
 C = "import ctypes\nl=ctypes.CDLL(None,use_errno=True)\n"
 
 
@@ -109,6 +110,8 @@ async def test_h27_every_mount_is_as_tight_as_it_can_be(box: LocalSandbox) -> No
     for line in (await box.exec("cat /proc/self/mountinfo")).text.splitlines():
         before, _, after = line.partition(" - ")
         place, options, kind = before.split()[4], set(before.split()[5].split(",")), after.split()[0]
+        if kind == "devtmpfs" and place in _NODES:  # with bubblewrap they are the host's own, bound one by one
+            continue
         assert kind in {"overlay", "tmpfs", "devpts", "proc"} or place == "/usr", line
         assert "nosuid" in options or place == "/proc/cmdline", line
         assert "nodev" in options or place in ("/dev", "/dev/pts", "/proc/cmdline"), line

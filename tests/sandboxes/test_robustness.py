@@ -35,6 +35,9 @@ from strop.sandboxes import (
 )
 from strop.sandboxes.cgroups import CgroupRoots, find_roots
 
+#: What concerns the zygote, which the bubblewrap tier does not have.
+of_the_helper = pytest.mark.parametrize("tier", ["namespaces"], indirect=True)
+
 HOST = """
 import asyncio, sys
 from strop.sandboxes import Image, LocalPool
@@ -116,6 +119,7 @@ def test_the_janitor_spares_the_living_and_what_is_not_its_own() -> None:
         foreign.rmdir()
 
 
+@of_the_helper
 async def test_g2_a_killed_zygote_takes_its_sandboxes_along_and_is_replaced(pool: LocalPool) -> None:
     box = await pool.create()
     snapshot = await box.snapshot()
@@ -135,6 +139,7 @@ async def test_g2_a_killed_zygote_takes_its_sandboxes_along_and_is_replaced(pool
     assert processes_in_groups() == []
 
 
+@of_the_helper
 async def test_a_killed_agent_is_a_dead_sandbox_with_a_reason(pool: LocalPool) -> None:
     box = await pool.create()
     running = asyncio.create_task(box.exec("sleep 100", timeout=50))
@@ -323,6 +328,7 @@ class _Forgiving(dict):
 
 
 @pytest.mark.parametrize("seed", range(6))
+@of_the_helper
 async def test_h42_junk_for_the_zygote_does_not_end_it(pool: LocalPool, seed: int) -> None:
     rng, bystander = random.Random(seed), await pool.create()
     link = pool._zygote._socket
@@ -431,6 +437,7 @@ def test_g5_no_more_processes_is_a_clear_error_and_leaks_nothing() -> None:
     assert after[0] == "again"
 
 
+@of_the_helper
 async def test_g5_a_zygote_that_has_no_more_of_something_says_so(pool: LocalPool) -> None:
     zygote = psutil.Process(pool._zygote.pid)
     limits = zygote.rlimit(psutil.RLIMIT_NOFILE)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 #: How a demonstration ends: the number last, since that is what is read.
 _ANSWERS = ("{} {}", "It is {} {}.", "The answer is {} {}.", "That makes {} {}.")
 #: In a demonstration, the share of answers in the wrong unit that are converted; the others are asked for again.
-_CONVERTED = 0.7
+_CONVERTED = 0.3
 
 
 class Shopkeeper(Environment):

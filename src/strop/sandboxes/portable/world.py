@@ -29,6 +29,8 @@ from strop.sandboxes.portable.kernel import (
 PLACE = "/dev/strop"
 #: CHOWN, DAC_OVERRIDE, FOWNER, FSETID, KILL, SETGID, SETUID, SETPCAP, NET_BIND_SERVICE, as in helper/setup.c.
 _KEPT = sum(1 << number for number in (0, 1, 3, 4, 5, 6, 7, 8, 10))
+#: Inodes of the writable layer that are taken here, beside a link for every layer.
+_OWN_INODES = 11
 _DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 _LINKS = {
     "fd": "/proc/self/fd",
@@ -69,14 +71,16 @@ def set_up(specification: dict[str, Any]) -> int:
         _become_root()
         stage = "mount the writable layer"
         os.umask(0o022)
-        upper = _mount_upper(specification["disk"], specification["inodes"])
+        upper = _mount_upper(specification["disk"], specification["inodes"] + len(specification["layers"]))
         stage = "mount the overlay"
         _mount_root(specification["layers"])
         stage = "bind a host folder (is its target in the image?)"
         for source, target in specification["binds"]:
             mount(source, f"{PLACE}/root{target}", flags=MS_BIND | MS_REC)  # read-only since bubblewrap
-        stage = "mount /dev and /proc (the image needs empty folders of these names)"
-        _mount_system()
+        stage = "mount /dev (the image needs an empty folder of this name)"
+        _mount_devices()
+        stage = "mount /proc (is the outer /proc masked?)"
+        _mount_proc()
         stage = "enter the root"
         enter_root(f"{PLACE}/root")
         stage = "limit resources"
@@ -102,7 +106,7 @@ def _become_root() -> None:
 
 def _mount_upper(disk: int, inodes: int) -> int:
     """One quota for files and /dev/shm; returns a descriptor of the overlay's upper folder."""
-    mount("tmpfs", PLACE, "tmpfs", MS_NOSUID | MS_NODEV, f"mode=755,size={disk},nr_inodes={inodes + 16}")
+    mount("tmpfs", PLACE, "tmpfs", MS_NOSUID | MS_NODEV, f"mode=755,size={disk},nr_inodes={inodes + _OWN_INODES}")
     for name in ("upper", "work", "shm", "root", "lower"):
         os.mkdir(f"{PLACE}/{name}")
     os.chmod(f"{PLACE}/shm", 0o1777)
@@ -119,7 +123,7 @@ def _mount_root(layers: list[str]) -> None:
     mount("overlay", f"{PLACE}/root", "overlay", MS_NOSUID | MS_NODEV, options)
 
 
-def _mount_system() -> None:
+def _mount_devices() -> None:
     devices = f"{PLACE}/root/dev"
     mount("tmpfs", devices, "tmpfs", MS_NOSUID | MS_NOEXEC, "mode=755,size=64k")
     for name in _DEVICES:
@@ -127,13 +131,33 @@ def _mount_system() -> None:
         mount(f"/dev/{name}", f"{devices}/{name}", flags=MS_BIND)
     for name, target in _LINKS.items():
         os.symlink(target, f"{devices}/{name}")
-    for name, source in (("pts", "/dev/pts"), ("shm", f"{PLACE}/shm")):
+    for name in ("pts", "shm"):
         os.mkdir(f"{devices}/{name}")
-        mount(source, f"{devices}/{name}", flags=MS_BIND)
+    mount(f"{PLACE}/shm", f"{devices}/shm", flags=MS_BIND)
+    terminals = "newinstance,max=64,ptmxmode=0666,mode=0620" + (",gid=5" if _is_mapped(5) else "")
+    mount("devpts", f"{devices}/pts", "devpts", MS_NOSUID | MS_NOEXEC, terminals)
     mount("", devices, flags=MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NOEXEC)
-    mount("/proc", f"{PLACE}/root/proc", flags=MS_BIND | MS_REC)
-    os.close(os.open(f"{PLACE}/empty", os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o444))
-    mount(f"{PLACE}/empty", f"{PLACE}/root/proc/cmdline", flags=MS_BIND)
+
+
+def _is_mapped(group: int) -> bool:
+    with open("/proc/self/gid_map") as file:
+        return any(int(start) <= group < int(start) + int(count) for start, _, count in map(str.split, file))
+
+
+def _mount_proc() -> None:
+    """Of the agent itself nobody sees more than that it is there: it was executed inside, so that its folder is root's
+    there, and this root may list its descriptors."""
+    root, masks = f"{PLACE}/root/proc", f"{PLACE}/masks"
+    mount("proc", root, "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
+    with contextlib.suppress(FileNotFoundError), open(f"{root}/sys/user/max_inotify_instances", "w") as file:
+        file.write("32")  # counted for a user of the host, and so for all sandboxes together
+    os.makedirs(f"{masks}/agent")
+    for name, content in (("empty", b""), ("agent/cmdline", b"sandbox\0")):
+        with open(f"{masks}/{name}", "wb") as mask:
+            mask.write(content)
+    for name, target in (("empty", "cmdline"), ("agent", "1")):
+        mount(f"{masks}/{name}", f"{root}/{target}", flags=MS_BIND)
+        mount("", f"{root}/{target}", flags=MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC)
 
 
 def _limit(specification: dict[str, Any]) -> None:
