@@ -145,3 +145,11 @@ def test_where_there_are_none_it_is_refused_before_anything_starts(monkeypatch: 
         load_environment("shopkeeper", {"tools": "sandbox"})
     with pytest.raises(ConfigError, match=r"environment\.options\.tools"):
         load_environment("shopkeeper", {"tools": "elsewhere"})
+    chosen = load_environment("shopkeeper", {"tools": "auto"})
+    assert chosen.sandboxed is None  # type: ignore[attr-defined]
+    assert "no control group can be made" in chosen.notices[0] and "strop doctor" in chosen.notices[0]
+
+
+def test_auto_takes_a_sandbox_where_there_is_one() -> None:
+    chosen = load_environment("shopkeeper", {"tools": "auto"})
+    assert chosen.sandboxed is not None and not chosen.notices  # type: ignore[attr-defined]

@@ -95,9 +95,11 @@ class Environment:
 
     Attributes:
         name: as recipes and records call it.
+        notices: sentences about what it does otherwise on this machine than elsewhere; a run says and keeps them.
     """
 
     name: str = "environment"
+    notices: tuple[str, ...] = ()
 
     def tasks(self, split: str) -> Sequence[Task]:
         """The tasks of a split, "train" or "test": disjoint, in a fixed order, the same in every process.

@@ -124,6 +124,8 @@ class Workshop:
         key = asked.model_dump_json(include={"name", "options", "judge"})
         if key not in self._environments:
             environment = load_environment(asked.name, asked.options)
+            for sentence in environment.notices:
+                self.run.warn(sentence)
             self._environments[key] = self._judged(environment, asked.judge) if asked.judge else environment
         return self._environments[key]
 

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 #: How a demonstration ends: the number last, since that is what is read.
 _ANSWERS = ("{} {}", "It is {} {}.", "The answer is {} {}.", "That makes {} {}.")
+#: For machines on which sandboxes do not work.
+_MEND = "`strop doctor` says what would mend that"
 #: In a demonstration, the share of answers in the wrong unit that are converted; the others are asked for again.
 _CONVERTED = 0.3
 
@@ -45,8 +47,9 @@ class Shopkeeper(Environment):
         seed: another seed draws other tasks.
         demonstration_fault_rate: of the demonstrations' own calls, 0 to 0.6; None: as `fault_rate`. Recoveries have to
             be seen to be learnt, and a short warm-up sees few.
-        tools: where the tools run: "process" is this one, "sandbox" a Python interpreter in a sandbox. What they
-            answer is the same to the byte, and so are the weights that come of it.
+        tools: where the tools run: "process" is this one, "sandbox" a Python interpreter in a sandbox, "auto" a sandbox
+            where the machine can make one, and a notice where it can't. What they answer is the same to the byte, and
+            so are the weights that come of it.
 
     Raises:
         ConfigError: an option is out of its range.
@@ -62,7 +65,7 @@ class Shopkeeper(Environment):
         test_tasks: int = 500,
         seed: int = 0,
         demonstration_fault_rate: float | None = None,
-        tools: Literal["process", "sandbox"] = "process",
+        tools: Literal["process", "sandbox", "auto"] = "process",
     ) -> None:
         unknown = [count for count in steps if count not in KINDS]
         if unknown or not steps:
@@ -75,11 +78,16 @@ class Shopkeeper(Environment):
         self.steps, self.fault_rate, self.demonstration_fault_rate = tuple(steps), fault_rate, demonstrated
         self.sizes, self.seed = {"train": train_tasks, "test": test_tasks}, seed
         self.sandboxed: SandboxedTools | None = None
-        if tools == "sandbox":
+        if tools != "process":
             from strop.environments.shopkeeper.sandboxed import SandboxedTools
 
             self.sandboxed = SandboxedTools()
-            self.sandboxed.check()
+            if (problem := self.sandboxed.problem()) is not None:
+                if tools == "sandbox":
+                    wrong = f'it is "sandbox", and sandboxes do not work here: {problem}'
+                    raise ConfigError("environment.options.tools", wrong, f"{_MEND}, or set tools = \"process\".")
+                self.sandboxed = None
+                self.notices = (f"The shopkeeper's tools run in this process, not in sandboxes: {problem}. {_MEND}.",)
 
     def tasks(self, split: str) -> Sequence[Task]:
         """See `Environment.tasks`."""

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from strop.environments.shopkeeper.answers import Answer, Refusal
-from strop.errors import AttemptError, ConfigError, StropError
+from strop.errors import AttemptError, StropError
 from strop.rollouts import FailureKind
 from strop.sandboxes import Image, Limits, PythonSession, Sandbox, SandboxPool
 from strop.sandboxes.shared import SharedPool
@@ -52,21 +52,14 @@ class SandboxedTools:
         self._shared = SharedPool(_image, limits=limits)
         self._interpreters: weakref.WeakKeyDictionary[SandboxPool, _Interpreters] = weakref.WeakKeyDictionary()
 
-    def check(self) -> None:
-        """Make one call, and refuse before anything starts what this machine can't do.
-
-        Raises:
-            ConfigError: it failed; says why.
-        """
+    def problem(self) -> str | None:
+        """Make one call; why this machine can't, or None if it could."""
         with ThreadPoolExecutor(1) as thread:  # there may be an event loop in this one
             try:
                 thread.submit(asyncio.run, self._try()).result()
             except (StropError, AttemptError, OSError) as error:
-                raise ConfigError(
-                    "environment.options.tools",
-                    f'it is "sandbox", and sandboxes do not work here: {error}',
-                    '`strop doctor` says what would mend that; or set tools = "process"',
-                ) from None
+                return str(error)
+        return None
 
     async def _try(self) -> None:
         pool = await self.open()
