@@ -18,6 +18,70 @@ from strop.models.fused import Decoder, DecoderLayer, LayerUpdates
 GradientOf = Callable[[Tensor], Tensor | None]
 
 
+class _Layers:
+    """The layers of a decoder over one prefix tree, under one adapter; see `hidden_states` for the arguments."""
+
+    def __init__(
+        self, decoder: Decoder, positions: Tensor, plan: AttentionPlan, gradient_of: GradientOf, adapter: str
+    ) -> None:
+        self._decoder, self._plan, self._gradient_of = decoder, plan, gradient_of
+        self._updates_of = decoder.updates(adapter)
+        self._cos, self._sin = (part[:, None, : decoder.head_dim // 2] for part in decoder.rotary(positions))
+
+    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return apply(RMSNorm, x, *self._scale(weight))
+
+    def layer(self, x: Tensor, number: int, rows: Tensor | None) -> Tensor:
+        """One layer; behind its attention for `rows` alone, if they are given."""
+        layer, updates = self._decoder.layers[number], self._updates_of[number]
+        mixed = self._attention(x, layer, updates)
+        if rows is not None:
+            x, mixed = x[rows], mixed[rows]
+        x = x + self._updated(apply(Linear, mixed, *self._linear(layer, "out")), mixed, updates, "out")
+        return x + self._mlp(x, layer, updates)
+
+    def _attention(self, x: Tensor, layer: DecoderLayer, updates: LayerUpdates) -> Tensor:
+        heads, kv_heads = self._decoder.heads, self._decoder.kv_heads
+        mixed = self._normed_linear(x, layer.input_norm, "qkv", layer, updates)
+        q, k, v = torch.split(mixed.view(len(x), -1, self._decoder.head_dim), [heads, kv_heads, kv_heads], dim=1)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q, k = self.norm(q, layer.q_norm), self.norm(k, layer.k_norm)
+        q, k = apply(Rotary, q, self._cos, self._sin), apply(Rotary, k, self._cos, self._sin)
+        # A copy of v, so that what is kept of it does not keep q and k from before the rotation.
+        return apply(TreeAttention, q, k, v.contiguous(), self._plan, self._decoder.attention_scale).flatten(1)
+
+    def _mlp(self, x: Tensor, layer: DecoderLayer, updates: LayerUpdates) -> Tensor:
+        gate_up = self._normed_linear(x, layer.post_norm, "gate_up", layer, updates)
+        down = self._linear(layer, "down")
+        if "down" not in updates:
+            return apply(GatedLinear, gate_up, *down)
+        inner = gated(gate_up)
+        return self._updated(apply(Linear, inner, *down), inner, updates, "down")
+
+    def _normed_linear(
+        self, x: Tensor, scale: Tensor, matrix: str, layer: DecoderLayer, updates: LayerUpdates
+    ) -> Tensor:
+        if matrix not in updates:
+            return apply(NormedLinear, x, *self._scale(scale), *self._linear(layer, matrix))
+        x = self.norm(x, scale)
+        return self._updated(apply(Linear, x, *self._linear(layer, matrix)), x, updates, matrix)
+
+    def _updated(self, y: Tensor, x: Tensor, updates: LayerUpdates, matrix: str) -> Tensor:
+        for part in updates.get(matrix, ()):
+            buffers = self._gradient_of(part.a), self._gradient_of(part.b)
+            y = apply(LowRank, y, x, part.a.detach(), part.b.detach(), *buffers, part.scale, part.columns)
+        return y
+
+    def _scale(self, weight: Tensor) -> tuple[Any, ...]:
+        return weight.detach(), self._decoder.norm_eps, self._gradient_of(weight)
+
+    def _linear(self, layer: DecoderLayer, matrix: str) -> tuple[Any, ...]:
+        weight, bias = getattr(layer, matrix), getattr(layer, f"{matrix}_bias")
+        if bias is None:
+            return weight.detach(), None, self._gradient_of(weight), None
+        return weight.detach(), bias.detach(), self._gradient_of(weight), self._gradient_of(bias)
+
+
 def hidden_states(
     decoder: Decoder,
     tokens: Tensor,
@@ -44,66 +108,12 @@ def hidden_states(
     Returns:
         (rows, hidden).
     """
-
-    def norm(weight: Tensor) -> tuple[Any, ...]:
-        return weight.detach(), decoder.norm_eps, gradient_of(weight)
-
-    def linear(weight: Tensor, bias: Tensor | None) -> tuple[Any, ...]:
-        if bias is None:
-            return weight.detach(), None, gradient_of(weight), None
-        return weight.detach(), bias.detach(), gradient_of(weight), gradient_of(bias)
-
-    def updated(y: Tensor, x: Tensor, updates: LayerUpdates, matrix: str) -> Tensor:
-        for part in updates[matrix]:
-            buffers = gradient_of(part.a), gradient_of(part.b)
-            y = apply(LowRank, y, x, part.a.detach(), part.b.detach(), *buffers, part.scale, part.columns)
-        return y
-
-    def normed_linear(x: Tensor, scale: Tensor, matrix: str, layer: DecoderLayer, updates: LayerUpdates) -> Tensor:
-        weights = linear(getattr(layer, matrix), getattr(layer, f"{matrix}_bias"))
-        if matrix not in updates:
-            return apply(NormedLinear, x, *norm(scale), *weights)
-        x = apply(RMSNorm, x, *norm(scale))
-        return updated(apply(Linear, x, *weights), x, updates, matrix)
-
-    cos, sin = (part[:, None, : decoder.head_dim // 2] for part in decoder.rotary(positions))
-
-    def attention(x: Tensor, layer: DecoderLayer, updates: LayerUpdates) -> Tensor:
-        heads, kv_heads = decoder.heads, decoder.kv_heads
-        mixed = normed_linear(x, layer.input_norm, "qkv", layer, updates)
-        q, k, v = torch.split(mixed.view(len(x), -1, decoder.head_dim), [heads, kv_heads, kv_heads], dim=1)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = apply(RMSNorm, q, *norm(layer.q_norm)), apply(RMSNorm, k, *norm(layer.k_norm))
-        q, k = apply(Rotary, q, cos, sin), apply(Rotary, k, cos, sin)
-        # A copy of v, so that what is kept of it does not keep q and k from before the rotation.
-        return apply(TreeAttention, q, k, v.contiguous(), plan, decoder.attention_scale).flatten(1)
-
-    def out(mixed: Tensor, layer: DecoderLayer, updates: LayerUpdates) -> Tensor:
-        y = apply(Linear, mixed, *linear(layer.out, layer.out_bias))
-        return updated(y, mixed, updates, "out") if "out" in updates else y
-
-    def mlp(x: Tensor, layer: DecoderLayer, updates: LayerUpdates) -> Tensor:
-        gate_up = normed_linear(x, layer.post_norm, "gate_up", layer, updates)
-        down = linear(layer.down, layer.down_bias)
-        if "down" not in updates:
-            return apply(GatedLinear, gate_up, *down)
-        inner = gated(gate_up)
-        return updated(apply(Linear, inner, *down), inner, updates, "down")
-
-    last = len(decoder.layers) - 1
-
-    def computed(x: Tensor, number: int) -> Tensor:
-        layer, updates = decoder.layers[number], decoder.updates(adapter)[number]
-        mixed = attention(x, layer, updates)
-        if number == last:
-            x, mixed = x[rows], mixed[rows]
-        x = x + out(mixed, layer, updates)
-        return x + mlp(x, layer, updates)
-
+    layers = _Layers(decoder, positions, plan, gradient_of, adapter)
     x = apply(Embedding, anchor, decoder.embedding.detach(), tokens, gradient_of(decoder.embedding))
-    for number in range(last + 1):
+    for number in range(len(decoder.layers)):
+        wanted = rows if number == len(decoder.layers) - 1 else None
         if recompute and torch.is_grad_enabled():
-            x = checkpoint(computed, x, number, use_reentrant=False, preserve_rng_state=False)
+            x = checkpoint(layers.layer, x, number, wanted, use_reentrant=False, preserve_rng_state=False)
         else:
-            x = computed(x, number)
-    return apply(RMSNorm, x, *norm(decoder.final_norm))
+            x = layers.layer(x, number, wanted)
+    return layers.norm(x, decoder.final_norm)

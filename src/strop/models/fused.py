@@ -175,6 +175,81 @@ def _plainly_adapted(module: Any) -> bool:
     return not (module.merged or module.lora_variant or any(module.lora_bias.values()))
 
 
+class _Fuser:
+    """Takes parameters of a model into tensors of a `Decoder`; what was taken becomes views of these.
+
+    Attributes:
+        weights: what was taken so far.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self.weights: list[Weight] = []
+
+    def take(self, *owners: Any, attribute: str = "weight") -> Tensor | None:
+        """The parameter `attribute` of the owners as one tensor of which theirs become views; None if they lack it."""
+        owners = tuple(getattr(owner, "base_layer", owner) for owner in owners)
+        parameters = [parameter for owner in owners if (parameter := getattr(owner, attribute, None)) is not None]
+        if not parameters:
+            return None
+        parts = tuple((self._names[id(parameter)], parameter.shape[0]) for parameter in parameters)
+        trained = any(parameter.requires_grad for parameter in parameters)
+        tensor = parameters[0].data if len(parameters) == 1 else torch.cat([p.data for p in parameters])
+        weight = Weight(_common_name([name for name, _ in parts]), tensor.requires_grad_(trained), parts)
+        for parameter, (_, view) in zip(parameters, weight.split(tensor.detach()), strict=True):
+            parameter.data = view
+        self.weights.append(weight)
+        return tensor
+
+    def need(self, *owners: Any) -> Tensor:
+        """Like `take`, of weights that are there."""
+        tensor = self.take(*owners)
+        if tensor is None:
+            raise TypeError(f"{owners} have no weight")
+        return tensor
+
+    def layer(self, block: Any) -> DecoderLayer:
+        """One block of the model."""
+        attention, mlp = block.self_attn, block.mlp
+        qkv = (attention.q_proj, attention.k_proj, attention.v_proj)
+        gate_up = (mlp.gate_proj, mlp.up_proj)
+        return DecoderLayer(
+            input_norm=self.need(block.input_layernorm),
+            qkv=self.need(*qkv),
+            qkv_bias=self.take(*qkv, attribute="bias"),
+            q_norm=self.need(attention.q_norm) if hasattr(attention, "q_norm") else None,
+            k_norm=self.need(attention.k_norm) if hasattr(attention, "k_norm") else None,
+            out=self.need(attention.o_proj),
+            out_bias=self.take(attention.o_proj, attribute="bias"),
+            post_norm=self.need(block.post_attention_layernorm),
+            gate_up=self.need(*gate_up),
+            gate_up_bias=self.take(*gate_up, attribute="bias"),
+            down=self.need(mlp.down_proj),
+            down_bias=self.take(mlp.down_proj, attribute="bias"),
+        )
+
+    def adapter(self, name: str, block: Any) -> LayerUpdates:
+        """What the adapter `name` adds to a block's matrices."""
+        attention, mlp = block.self_attn, block.mlp
+        every = {
+            "qkv": self._updates(name, attention.q_proj, attention.k_proj, attention.v_proj),
+            "out": self._updates(name, attention.o_proj),
+            "gate_up": self._updates(name, mlp.gate_proj, mlp.up_proj),
+            "down": self._updates(name, mlp.down_proj),
+        }
+        return {matrix: found for matrix, found in every.items() if found}
+
+    def _updates(self, name: str, *owners: Any) -> tuple[LowRank, ...]:
+        """The updates that adapter `name` has for the owners, whose outputs lie side by side."""
+        found, start = [], 0
+        for owner in owners:
+            if name in getattr(owner, "lora_A", ()):
+                a, b = self.need(owner.lora_A[name]), self.need(owner.lora_B[name])
+                found.append(LowRank(a, b, float(owner.scaling[name]), start))
+            start += getattr(owner, "base_layer", owner).weight.shape[0]
+        return tuple(found)
+
+
 def fuse(model: Any) -> tuple[Decoder, list[Weight]]:
     """Fuse `model`'s projections in place.
 
@@ -185,75 +260,12 @@ def fuse(model: Any) -> tuple[Decoder, list[Weight]]:
     Returns:
         The description, and every weight once, in the order of the module's parameters.
     """
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    weights: list[Weight] = []
-
-    def take(*owners: Any, attribute: str = "weight") -> Tensor | None:
-        """The parameter `attribute` of the owners as one tensor of which theirs become views."""
-        owners = tuple(getattr(owner, "base_layer", owner) for owner in owners)
-        parameters = [parameter for owner in owners if (parameter := getattr(owner, attribute, None)) is not None]
-        if not parameters:
-            return None
-        parts = tuple((names[id(parameter)], parameter.shape[0]) for parameter in parameters)
-        trained = any(parameter.requires_grad for parameter in parameters)
-        tensor = parameters[0].data if len(parameters) == 1 else torch.cat([p.data for p in parameters])
-        weight = Weight(_common_name([name for name, _ in parts]), tensor.requires_grad_(trained), parts)
-        for parameter, (_, view) in zip(parameters, weight.split(tensor.detach()), strict=True):
-            parameter.data = view
-        weights.append(weight)
-        return tensor
-
-    def need(*owners: Any) -> Tensor:
-        tensor = take(*owners)
-        if tensor is None:
-            raise TypeError(f"{owners} have no weight")
-        return tensor
-
-    def layer_of(block: Any) -> DecoderLayer:
-        attention, mlp = block.self_attn, block.mlp
-        qkv = (attention.q_proj, attention.k_proj, attention.v_proj)
-        gate_up = (mlp.gate_proj, mlp.up_proj)
-        return DecoderLayer(
-            input_norm=need(block.input_layernorm),
-            qkv=need(*qkv),
-            qkv_bias=take(*qkv, attribute="bias"),
-            q_norm=need(attention.q_norm) if hasattr(attention, "q_norm") else None,
-            k_norm=need(attention.k_norm) if hasattr(attention, "k_norm") else None,
-            out=need(attention.o_proj),
-            out_bias=take(attention.o_proj, attribute="bias"),
-            post_norm=need(block.post_attention_layernorm),
-            gate_up=need(*gate_up),
-            gate_up_bias=take(*gate_up, attribute="bias"),
-            down=need(mlp.down_proj),
-            down_bias=take(mlp.down_proj, attribute="bias"),
-        )
-
-    def updates(name: str, *owners: Any) -> tuple[LowRank, ...]:
-        """The updates that adapter `name` has for the owners, whose outputs lie side by side."""
-        found, start = [], 0
-        for owner in owners:
-            if name in getattr(owner, "lora_A", ()):
-                a, b = need(owner.lora_A[name]), need(owner.lora_B[name])
-                found.append(LowRank(a, b, float(owner.scaling[name]), start))
-            start += getattr(owner, "base_layer", owner).weight.shape[0]
-        return tuple(found)
-
-    def updates_of(name: str, block: Any) -> LayerUpdates:
-        attention, mlp = block.self_attn, block.mlp
-        every = {
-            "qkv": updates(name, attention.q_proj, attention.k_proj, attention.v_proj),
-            "out": updates(name, attention.o_proj),
-            "gate_up": updates(name, mlp.gate_proj, mlp.up_proj),
-            "down": updates(name, mlp.down_proj),
-        }
-        return {matrix: found for matrix, found in every.items() if found}
-
-    adapters = adapters_of(model)
+    fuser, adapters = _Fuser(model), adapters_of(model)
     model = base_of(model)
     config, body = model.config, model.model
-    embedding = need(body.embed_tokens)
-    layers = tuple(layer_of(block) for block in body.layers)
-    final_norm = need(body.norm)
+    embedding = fuser.need(body.embed_tokens)
+    layers = tuple(fuser.layer(block) for block in body.layers)
+    final_norm = fuser.need(body.norm)
     output = _output_layer(model)
     tied = output.weight is body.embed_tokens.weight
     decoder = Decoder(
@@ -268,12 +280,12 @@ def fuse(model: Any) -> tuple[Decoder, list[Weight]]:
         inverse_frequencies=body.rotary_emb.inv_freq.float(),
         rope_scale=body.rotary_emb.attention_scaling,
         embedding=embedding,
-        head=embedding if tied else need(output),
+        head=embedding if tied else fuser.need(output),
         layers=layers,
         final_norm=final_norm,
-        adapters={name: tuple(updates_of(name, block) for block in body.layers) for name in adapters},
+        adapters={name: tuple(fuser.adapter(name, block) for block in body.layers) for name in adapters},
     )
-    return decoder, weights
+    return decoder, fuser.weights
 
 
 def _common_name(names: list[str]) -> str:
