@@ -6,6 +6,7 @@ archives for it are checked with tarfile's data filter before anything is sent.
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import io
 import os
@@ -162,13 +163,17 @@ async def _archive(sandbox: LocalSandbox, operation: wire.Files, path: str, max_
     if result.timed_out:
         raise FileProblem(path, "could not be read in time")
     _raise(path, result.exit_code, max_bytes)
-    buffer = io.BytesIO()
     try:
-        with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
-            for entry in _entries(result.stdout):
-                archive.addfile(_member(entry), io.BytesIO(entry.data) if entry.type == "f" else None)
+        return await asyncio.to_thread(_as_tar, result.stdout)
     except ValueError as error:
         raise SandboxFailure(f"sandbox {sandbox.id} sent a broken tree: {error}") from None
+
+
+def _as_tar(stream: bytes) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        for entry in _entries(stream):
+            archive.addfile(_member(entry), io.BytesIO(entry.data) if entry.type == "f" else None)
     return buffer.getvalue()
 
 
@@ -202,6 +207,14 @@ def checked_member(member: tarfile.TarInfo, path: str) -> tarfile.TarInfo | None
 async def write_tree(sandbox: LocalSandbox, path: str, archive: bytes, user: str | int | None) -> None:
     """See `Sandbox.put_archive`."""
     identity = ROOT if user is None else await find_user(sandbox, user)
+    stream = await asyncio.to_thread(_as_entries, archive, path)
+    result = await sandbox.file_operation(wire.Files.UNPACK, path, stdin=stream, identity=identity)
+    if result.timed_out:
+        raise FileProblem(path, "could not be written in time")
+    _raise(path, result.exit_code)
+
+
+def _as_entries(archive: bytes, path: str) -> bytes:
     stream = bytearray()
     try:
         with tarfile.open(fileobj=io.BytesIO(archive)) as opened:
@@ -212,10 +225,7 @@ async def write_tree(sandbox: LocalSandbox, path: str, archive: bytes, user: str
     except tarfile.TarError as error:
         raise FileProblem(path, f"can't take the archive: {error}") from None
     stream += wire.ENTRY.pack(ord("e"), 0, 0, 0, 0, 0, 0, 0)
-    result = await sandbox.file_operation(wire.Files.UNPACK, path, stdin=bytes(stream), identity=identity)
-    if result.timed_out:
-        raise FileProblem(path, "could not be written in time")
-    _raise(path, result.exit_code)
+    return bytes(stream)
 
 
 def _append(stream: bytearray, archive: tarfile.TarFile, member: tarfile.TarInfo) -> None:
