@@ -7,7 +7,7 @@ import contextlib
 import gc
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
@@ -15,6 +15,7 @@ import uvicorn
 from strop.errors import StropError
 from strop.gateway.app import EVERYBODY, Access, Gateway
 from strop.gateway.engine import Engine
+from strop.serving import GuestServer
 
 if TYPE_CHECKING:
     from renderers.base import Renderer
@@ -25,24 +26,6 @@ _BACKLOG = 4096  # connections that wait to be accepted: thousands of agents sta
 _ACCEPTED = 32  # of them are accepted in one pass of the event loop
 _QUIET_SECONDS, _LONGEST_SECONDS = 5.0, 600.0  # between full garbage collections: at a quiet moment, and at the latest
 _NEVER = 1 << 30  # collections of the middle generation until a full one
-
-
-class _Server(uvicorn.Server):
-    """A server that leaves the process's signals alone, and says when it is ready."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.ready = asyncio.Event()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """See uvicorn."""
-        await super().startup(sockets)
-        self.ready.set()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """See uvicorn."""
-        yield
 
 
 @contextlib.asynccontextmanager
@@ -79,7 +62,7 @@ async def running(gateway: Gateway, host: str = "127.0.0.1", port: int = 0) -> A
         server_header=False,
         proxy_headers=False,
     )
-    server = _Server(config)
+    server = GuestServer(config)
     serving = asyncio.create_task(server.serve(sockets=[listening]))
     ready = asyncio.create_task(server.ready.wait())
     try:

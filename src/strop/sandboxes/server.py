@@ -12,8 +12,7 @@ import hmac
 import ipaddress
 import json
 import secrets
-import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Literal
 
 import uvicorn
@@ -29,6 +28,7 @@ from strop.sandboxes.images import Image
 from strop.sandboxes.pool import LocalPool
 from strop.sandboxes.sandbox import MIB, Limits, Process, PythonSession, Sandbox, SandboxPool, ShellSession, Snapshot
 from strop.sandboxes.tiers import Tier
+from strop.serving import GuestServer
 
 #: Largest request body: a file or an archive.
 MAX_BODY = 512 * MIB
@@ -351,24 +351,6 @@ def _check_address(host: str, token: str | None) -> None:
         )
 
 
-class _Server(uvicorn.Server):
-    """A server that leaves the process's signals alone, and says when it is ready."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.ready = asyncio.Event()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """See uvicorn."""
-        await super().startup(sockets)
-        self.ready.set()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """See uvicorn."""
-        yield
-
-
 async def serve(
     image: Image | None = None,
     *,
@@ -403,7 +385,7 @@ async def serve(
     kinds: dict[str, Any] = {"tier": tier, "least": least, "allow_weak": allow_weak}
     async with LocalPool(image or Image.host(), limits=limits, warm=warm, max_live=max_live, **kinds) as pool:
         app = SandboxServer(pool, token, ttl).app
-        server = _Server(
+        server = GuestServer(
             uvicorn.Config(app, host=host, port=port, lifespan="off", log_level="warning", access_log=False)
         )
         serving = asyncio.create_task(server.serve())

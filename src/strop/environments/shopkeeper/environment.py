@@ -85,7 +85,7 @@ class Shopkeeper(Environment):
             if (problem := self.sandboxed.problem()) is not None:
                 if tools == "sandbox":
                     wrong = f'it is "sandbox", and sandboxes do not work here: {problem}'
-                    raise ConfigError("environment.options.tools", wrong, f"{_MEND}, or set tools = \"process\".")
+                    raise ConfigError("environment.options.tools", wrong, f'{_MEND}, or set tools = "process".')
                 self.sandboxed = None
                 self.notices = (f"The shopkeeper's tools run in this process, not in sandboxes: {problem}. {_MEND}.",)
 
