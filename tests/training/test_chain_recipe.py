@@ -25,11 +25,16 @@ SMALL = (
     "stages.warmup.schedule.warmup_steps=1",
     "stages.warmup.batch_size=2",
     "stages.rl.steps=1",
+    "stages.rl.schedule.warmup_steps=0",
     "stages.rl.collect={groups=2, group_size=2}",
     "stages.rl.gate={gain_above=-1.0}",
+    "stages.imitation.steps=1",
+    "stages.imitation.schedule.warmup_steps=0",
+    "stages.imitation.collect.groups=2",
+    "stages.imitation.stored={stage='rl', best=1}",
     "stages.student.steps=2",
+    "stages.student.schedule.warmup_steps=1",
     "stages.student.collect={groups=4, group_size=1}",
-    "stages.student.evaluation={tasks=4}",
 )
 
 
@@ -41,11 +46,11 @@ def test_the_whole_chain_runs(tmp_path):
     run.close()
     record = RunRecord(run.path)
     assert verify_run(run.path) == []
-    assert [row["stage"] for row in summary["scores"]] == ["start", "warmup", "rl", "student"]
+    assert [row["stage"] for row in summary["scores"]] == ["start", "warmup", "rl", "imitation", "student"]
     assert [(step.stage, step.step) for step in record.steps] == [
-        ("warmup", 1), ("warmup", 2), ("rl", 1), ("student", 1), ("student", 2)]  # fmt: skip
+        ("warmup", 1), ("warmup", 2), ("rl", 1), ("imitation", 1), ("student", 1), ("student", 2)]  # fmt: skip
     names = [found.evaluation.name for found in record.evaluations]
-    assert names == ["start", "warmup", "rl", "student start", "student"]
+    assert names == ["start", "warmup", "rl", "imitation start", "imitation", "student"]
     distances = [step.metrics["reverse_kl"] for step in record.steps if step.stage == "student"]
     assert all(distance > 0 for distance in distances), "a fresh student is not where its teacher is"
     assert all(step.metrics["grad_norm"] > 0 for step in record.steps if step.stage == "student")
