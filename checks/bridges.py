@@ -215,8 +215,9 @@ async def run_gym(shop: Workshop, python: Path, names: list[str]) -> list[Ran]:
                 try:
                     environment = NemoGym(train=told[name]["rows"], url=f"{url}/{name}", name=name)
                     found = await shop.attempts(name, environment, ToolLoop(max_turns=4))
-                    agreed, refused, recorded = await judge_again(Path(told[name]["rollouts"]), f"{url}/{name}")
-                    found.said = f"recorded rewards: {agreed} of {recorded} given again, {refused} refused"
+                    agreed, refused, others = await judge_again(Path(told[name]["rollouts"]), f"{url}/{name}")
+                    found.said = f"recorded rewards: {agreed} of {agreed + refused + len(others)} given again, {refused} refused"
+                    found.said += f"; others, was and is now: {others}" if others else ""
                 except (StropError, AttemptError) as error:
                     found = Ran(name, said=str(error)[-200:])
             found.show()
@@ -224,17 +225,17 @@ async def run_gym(shop: Workshop, python: Path, names: list[str]) -> list[Ran]:
     return ran
 
 
-async def judge_again(path: Path, url: str) -> tuple[int, int, int]:
+async def judge_again(path: Path, url: str) -> tuple[int, int, list[tuple[float, float | str]]]:
     """Send recorded episodes to /verify, after calling their tools again.
 
     Returns:
-        how many get the recorded reward, how many are refused (of a form that the server no longer takes), of how many.
+        how many get the recorded reward, how many are refused (of a form that the server no longer takes), and of the
+        others the reward that is recorded and what the server says now.
     """
-    agreed = refused = count = 0
+    agreed, refused, others = 0, 0, list[tuple[float, float | str]]()
     for row in _lines(path):
         if not isinstance(row.get("response"), dict) or "reward" not in row:
             continue
-        count += 1
         async with httpx.AsyncClient(base_url=url, timeout=60) as http:
             sent = {key: value for key, value in row.items() if key != "reward"}
             asked = row["responses_create_params"]  # older recordings write out what was not said
@@ -246,9 +247,14 @@ async def judge_again(path: Path, url: str) -> tuple[int, int, int]:
                         f"/{item['name']}", content=item["arguments"], headers={"content-type": "application/json"}
                     )
             answer = await http.post("/verify", json=sent)
-        agreed += answer.status_code == 200 and abs(answer.json()["reward"] - row["reward"]) < 1e-6
-        refused += answer.status_code == 422
-    return agreed, refused, count
+        now = answer.json()["reward"] if answer.status_code == 200 else f"status {answer.status_code}"
+        if answer.status_code == 422:
+            refused += 1
+        elif isinstance(now, int | float) and abs(now - row["reward"]) < 1e-6:
+            agreed += 1
+        else:
+            others.append((row["reward"], now))
+    return agreed, refused, others
 
 
 async def run_exports(shop: Workshop, peers: Path) -> list[Ran]:

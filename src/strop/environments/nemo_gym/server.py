@@ -221,7 +221,14 @@ async def serve(environment: Environment, host: str, port: int, ready: Callable[
     shown = f"[{host}]" if ":" in host else host
     ready(f"http://{shown}:{listening.getsockname()[1]}")
     config = uvicorn.Config(resources_server(environment), log_level="warning", access_log=False)
-    await uvicorn.Server(config).serve(sockets=[listening])
+    server = uvicorn.Server(config)
+    serving = asyncio.create_task(server.serve(sockets=[listening]))
+    try:
+        await asyncio.shield(serving)
+    except asyncio.CancelledError:
+        server.should_exit = True
+        await serving  # it closes the sessions, and says nothing of being interrupted
+        raise
 
 
 async def _health(request: Request) -> Response:
