@@ -1,6 +1,6 @@
 """Other ecosystems' environments, as they are: which ran, how many rows, and how it went.
 
-    python checks/bridges.py --tokenizer FOLDER [--only verifiers,verifiers_v1,gym,harbor,exports] [NAME[=OPTIONS] …]
+    python checks/bridges.py [--only verifiers,verifiers_v1,gym,harbor,exports] [NAME[=OPTIONS] …]
 
 Each environment runs in the Python that has it (`benchmarks/peers/setup.sh` makes them below .peers/) over replies that
 play along (as in `clients.py`); what isn't set up is skipped, and named. Every attempt's tokens are compared with what
@@ -216,7 +216,9 @@ async def run_gym(shop: Workshop, python: Path, names: list[str]) -> list[Ran]:
                     environment = NemoGym(train=told[name]["rows"], url=f"{url}/{name}", name=name)
                     found = await shop.attempts(name, environment, ToolLoop(max_turns=4))
                     agreed, refused, others = await judge_again(Path(told[name]["rollouts"]), f"{url}/{name}")
-                    found.said = f"recorded rewards: {agreed} of {agreed + refused + len(others)} given again, {refused} refused"
+                    found.said = (
+                        f"recorded rewards: {agreed} of {agreed + refused + len(others)} given again, {refused} refused"
+                    )
                     found.said += f"; others, was and is now: {others}" if others else ""
                 except (StropError, AttemptError) as error:
                     found = Ran(name, said=str(error)[-200:])
@@ -346,7 +348,7 @@ async def main() -> int:
     parser.add_argument("names", nargs="*", help="of environments of the one kind in --only; options as JSON behind =")
     parser.add_argument("--only", default="verifiers,verifiers_v1,gym,harbor,exports")
     parser.add_argument("--peers", type=Path, default=Path(".peers"), help="folder of the virtual environments")
-    parser.add_argument("--tokenizer", required=True, help="folder of a ChatML model")
+    parser.add_argument("--tokenizer", default="smollm2", help="a start model, or a folder of a ChatML model")
     parser.add_argument("--rows", type=int, default=5)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=120.0)
@@ -355,8 +357,11 @@ async def main() -> int:
     os.environ["PYTHONPATH"] = os.pathsep.join((str(PACKAGES), str(HERE.parent / "src")))  # workers inherit it
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
-    shop = Workshop(tokenizer, renderer_for(tokenizer, args.tokenizer), args)
+    from strop.models.load import resolve_model
+
+    folder = resolve_model(args.tokenizer)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    shop = Workshop(tokenizer, renderer_for(tokenizer, folder), args)
     results: dict[str, list[Ran]] = {}
     print(f"{'environment':<46}{'rows':>5}{'of':>7}{'calls':>7}{'reward':>8}{'wrong':>7}  outcome")
     for kind, listed in (("verifiers", VERIFIERS), ("verifiers_v1", VERIFIERS_V1)):

@@ -1,6 +1,6 @@
 """Real clients and agents, unmodified, through the gateway: which ran, and whether every token is right.
 
-    python checks/clients.py --model FOLDER --python .peers/clients/bin/python
+    python checks/clients.py [--model smollm2] [--python .peers/clients/bin/python]
 
 Each program of `client_programs/` runs as an attempt of its own, once with replies that play along (so that tools are
 called and turns extended), and with --model once more with that model's own. An attempt is right if what is recorded
@@ -174,9 +174,7 @@ def installed(python: Path, module: str) -> bool:
 async def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=str, help="a model to sample from as well: a folder, or the start model's name")
-    parser.add_argument(
-        "--tokenizer", type=str, help="whose tokenizer the played replies use; the model's if not given"
-    )
+    parser.add_argument("--tokenizer", help="of the played replies: a folder of a ChatML model; default the model's")
     parser.add_argument("--python", type=Path, default=Path(".peers/clients/bin/python"), help="where the clients are")
     parser.add_argument("--only", nargs="*", default=list(CLIENTS), choices=list(CLIENTS))
     parser.add_argument("--seconds", type=float, default=240.0, help="time for one client")
@@ -185,9 +183,12 @@ async def main() -> int:
     args = parser.parse_args()
     from transformers import AutoTokenizer
 
+    from strop.models.load import resolve_model
+
     python = args.python.absolute()
-    tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or args.model)
-    renderer = renderer_for(tokenizer, args.tokenizer or args.model)
+    folder = resolve_model(args.tokenizer or args.model or "smollm2")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    renderer = renderer_for(tokenizer, folder)
     samplers: list[tuple[str, Any]] = [("played", PlayingSampler(tokenizer, 32_768))]
     if args.model:
         samplers.append(("model", embedded(args.model)))
