@@ -12,7 +12,9 @@ LEARNING_RATE = 1e-6
 def words(tokenizer: Any) -> list[str]:
     """English words that are, with the space before them, one token."""
     found = [
-        text[1:] for text in tokenizer.get_vocab() if text.startswith("Ġ") and text[1:].isalpha() and len(text) > 4
+        text[1:]
+        for text in tokenizer.get_vocab()
+        if text.startswith("Ġ") and text[1:].isalpha() and text[1:].isascii() and len(text) > 4
     ]
     return sorted(found)[:4000]
 
