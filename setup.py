@@ -1,7 +1,7 @@
-"""Builds the two parts in C: the sandbox helper, a small program, and the sampler's kernels, a small library.
+"""Builds the two parts in C: the sandbox helper, a small program, and the kernels, a small library.
 
 Everything else is in pyproject.toml. Without a C compiler strop installs all the same: sandboxes are then missing, and
-the sampler goes through PyTorch alone; `strop doctor` says so.
+sampler and learner go through PyTorch alone; `strop doctor` says so.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CCompilerError, CompileError
 
-HELPER, KERNELS = Path("src/strop/sandboxes/helper"), Path("src/strop/sampling/kernels")
+HELPER, KERNELS = Path("src/strop/sandboxes/helper"), Path("src/strop/kernels")
 HELPER_FLAGS = ["-std=gnu11", "-O2", "-Wall", "-Wextra", "-fstack-protector-strong", "-D_FORTIFY_SOURCE=2"]
 # No -march: the library holds a version for each level of the processor and chooses when it is loaded.
 LIBRARY_FLAGS = ["-std=gnu11", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-Wno-psabi"]
@@ -64,7 +64,7 @@ class PlainWheel(bdist_wheel):
 
 EXTENSIONS = [
     Extension(
-        "strop.sampling.kernels.decoding",
+        "strop.kernels.native",
         sorted(str(path) for path in KERNELS.glob("*.c")),
         depends=[str(KERNELS / "vectors.h")],
         optional=True,

@@ -136,12 +136,19 @@ def available() -> float:
     return int(fields["MemAvailable"].split()[0]) / 1024
 
 
-async def idle_memory(pool: LocalPool, count: int) -> float:
-    """MiB that the machine has less for each idle sandbox."""
-    before = available()
-    made = [await pool.create() for _ in range(count)]
-    await asyncio.sleep(0.5)
-    each = (before - available()) / count
+async def idle_memory(pool: LocalPool, count: int, times: int) -> list[float]:
+    """MiB that the machine has less for each idle sandbox, as their number grows by `count` some times over.
+
+    None is destroyed in between: what the kernel keeps of one that has gone is used again by the next, which would
+    then seem to cost nothing.
+    """
+    made, each = [await pool.create() for _ in range(count // 2)], []
+    for _ in range(times):
+        await asyncio.sleep(1)
+        before = available()
+        made += [await pool.create() for _ in range(count)]
+        await asyncio.sleep(1)
+        each.append((before - available()) / count)
     await asyncio.gather(*(sandbox.destroy() for sandbox in made))
     return each
 
@@ -318,6 +325,7 @@ async def run(
     }
     image, limits = Image.host(), Limits()
     async with LocalPool(image, limits=limits) as pooled, LocalPool(image, limits=limits, network="fresh") as fresh:
+        other["idle_mib"] = await idle_memory(pooled, scale(1000), times=3)
         works: dict[str, tuple[Callable[[int], Awaitable[None]], int]] = {
             "bare sh -c echo": (bare, 400),
             "strop create+echo+destroy": (cycles(pooled), 200),
@@ -335,8 +343,6 @@ async def run(
             other["python_cell_fork_ms"].append(await cells(pooled, scale(60), True))
             other["gone_after_kill_ms"].append(gone_after_kill())
             print(f"round {number + 1} of {arguments.rounds}", flush=True)
-        for _ in range(3):
-            other["idle_mib"].append(await idle_memory(pooled, 500))
     return report(samples, walls, other, list(peers))
 
 

@@ -114,9 +114,7 @@ def matmul_alone(parts: list[Any], learner: Any, passes: int) -> Figures:
             products(predicting, decoder.head)
 
     with torch.no_grad():
-        if not hasattr(matmul_alone, "warm"):
-            everything()
-            matmul_alone.warm = True  # type: ignore[attr-defined]
+        everything()  # makes the numbers, and warms up
         began = time.perf_counter(), time.process_time()
         everything()
     return {"matmul_wall": time.perf_counter() - began[0], "matmul_cpu": time.process_time() - began[1]}

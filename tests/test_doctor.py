@@ -163,6 +163,6 @@ def test_the_table_puts_what_is_missing_first_among_what_to_mend() -> None:
 
 
 def test_kernels_that_were_not_built_are_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("strop.sampling.kernels.built", lambda: False)
+    monkeypatch.setattr("strop.kernels.built", lambda: False)
     finding = found("kernels in C", tmp_path)
     assert finding.state == "warning" and "gcc" in finding.mend

@@ -161,7 +161,7 @@ def _processor() -> Iterator[Finding]:
 
 
 def _kernels() -> Iterator[Finding]:
-    from strop.sampling.kernels import built
+    from strop.kernels import built
 
     if built():
         yield Finding("kernels in C", "ok", "decoding on the CPU uses them")

@@ -11,9 +11,9 @@ import pytest
 import torch
 from test_embedded import EmbeddedBench
 
+from strop import kernels
 from strop.learning import Batch
 from strop.learning.embedded import EmbeddedLearner
-from strop.sampling import kernels
 from strop.sampling.sampler import SamplingParams
 
 

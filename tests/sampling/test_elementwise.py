@@ -9,7 +9,7 @@ import pytest
 import torch
 from test_embedded import EmbeddedBench
 
-from strop.sampling import kernels
+from strop import kernels
 from strop.sampling.embedded_pass import FusedPass, Piece
 from strop.sampling.kv_cache import KeyValueCache
 

@@ -18,11 +18,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sampler_conformance import PROMPT, SamplerConformance, same
 
+from strop import kernels
 from strop.costs.ledger import Ledger
 from strop.errors import AttemptError, ConfigError
 from strop.models.policy import Policy
 from strop.rollouts import FailureKind, FinishReason
-from strop.sampling import kernels
 from strop.sampling.embedded import EmbeddedSampler
 from strop.sampling.sampler import SamplingParams
 

@@ -26,7 +26,9 @@ class _Layers:
     ) -> None:
         self._decoder, self._plan, self._gradient_of = decoder, plan, gradient_of
         self._updates_of = decoder.updates(adapter)
-        self._cos, self._sin = (part[:, None, : decoder.head_dim // 2] for part in decoder.rotary(positions))
+        self._cos, self._sin = (
+            part[:, None, : decoder.head_dim // 2].contiguous() for part in decoder.rotary(positions)
+        )
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return apply(RMSNorm, x, *self._scale(weight))

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
+from strop import kernels
+
 #: Bytes of logits in a block: bounds memory, while the matrix products keep many rows.
 BLOCK_BYTES = 1 << 29
 #: Elements that pass through fp32 at once: they stay in cache.
@@ -42,8 +44,7 @@ class TokenLogprobs(Function):
         logits = hidden[:0]
         for start, stop in _ranges(len(hidden), BLOCK_BYTES // (len(weight) * weight.element_size())):
             logits = hidden[start:stop] @ weight.T
-            for first, last, scaled in _chunks(logits, temperature):
-                normaliser[start + first : start + last] = scaled.logsumexp(-1)
+            normaliser[start:stop] = _logsumexp(logits, temperature)
             pairs = _pairs(rows, start, stop)
             chosen[pairs] = logits[rows[pairs] - start, tokens[pairs]].float() / temperature
         ctx.save_for_backward(hidden, weight, rows, tokens, normaliser)
@@ -57,21 +58,46 @@ class TokenLogprobs(Function):
         """With g the gradient of each pair and G its sum over a row: dz = (Σ g onehot - G softmax(z / T)) / T."""
         hidden, weight, rows, tokens, normaliser = ctx.saved_tensors
         upstream = upstream / ctx.temperature
-        total = upstream.new_zeros(len(hidden)).index_add_(0, rows, upstream).neg_().unsqueeze_(1)
+        total = upstream.new_zeros(len(hidden)).index_add_(0, rows, upstream).neg_()
         d_hidden = torch.empty_like(hidden)
         for start, stop in _ranges(len(hidden), BLOCK_BYTES // (len(weight) * weight.element_size())):
             slope = hidden[start:stop] @ weight.T if ctx.logits is None else ctx.logits
             ctx.logits = None
-            for first, last, scaled in _chunks(slope, ctx.temperature):
-                here = slice(start + first, start + last)
-                scaled.sub_(normaliser[here, None]).exp_().mul_(total[here])
-                pairs = _pairs(rows, here.start, here.stop)
-                scaled.index_put_((rows[pairs] - here.start, tokens[pairs]), upstream[pairs], accumulate=True)
-                slope[first:last] = scaled
+            pairs = _pairs(rows, start, stop)
+            here = normaliser[start:stop], total[start:stop], rows[pairs] - start, tokens[pairs], upstream[pairs]
+            _slope_(slope, *here, ctx.temperature)
             torch.mm(slope, weight, out=d_hidden[start:stop])
             if ctx.gradient is not None:
                 ctx.gradient.add_(slope.T @ hidden[start:stop])
         return d_hidden, None, None, None, None, None
+
+
+def _logsumexp(logits: Tensor, temperature: float) -> Tensor:
+    """(rows,) fp32 of logits / temperature."""
+    if kernels.computes(logits):
+        return kernels.logsumexp(logits, temperature)
+    return torch.cat([scaled.logsumexp(-1) for _, _, scaled in _chunks(logits, temperature)])
+
+
+def _slope_(
+    logits: Tensor,
+    normaliser: Tensor,
+    total: Tensor,
+    rows: Tensor,
+    tokens: Tensor,
+    upstream: Tensor,
+    temperature: float,
+) -> None:
+    """Turn logits into dz, see `TokenLogprobs.backward`, but for its last division."""
+    if kernels.computes(logits):
+        starts = torch.searchsorted(rows, torch.arange(len(logits) + 1))
+        kernels.softmax_slope_(logits, normaliser, total, starts, tokens.contiguous(), upstream, temperature)
+        return
+    for first, last, scaled in _chunks(logits, temperature):
+        scaled.sub_(normaliser[first:last, None]).exp_().mul_(total[first:last, None])
+        pairs = _pairs(rows, first, last)
+        scaled.index_put_((rows[pairs] - first, tokens[pairs]), upstream[pairs], accumulate=True)
+        logits[first:last] = scaled
 
 
 def _ranges(count: int, size: int) -> Iterator[tuple[int, int]]:

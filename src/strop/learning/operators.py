@@ -1,8 +1,9 @@
 """The differentiable pieces of a fused decoder, each with a backward written by hand.
 
 Weights take no part in autograd: every piece adds their gradients to fp32 buffers that it is given, so that bf16
-compute accumulates in fp32 over micro-batches. A frozen weight has no buffer, and costs no gradient. Activations stay in the compute dtype, reductions run in fp32.
-How the pieces make a decoder is in `fused_pass`; attention, in `tree_attention`; the head, in `head`.
+compute accumulates in fp32 over micro-batches. A frozen weight has no buffer, and costs no gradient. Activations stay
+in the compute dtype, reductions run in fp32. What is not a matrix product goes through `strop.kernels` where they are
+built. How the pieces make a decoder is in `fused_pass`; attention, in `tree_attention`; the head, in `head`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 from torch.nn import functional
+
+from strop import kernels
 
 #: fp32 elements that an elementwise pass works on at once, so that its intermediate values stay in cache.
 IN_CACHE = 1 << 17
@@ -85,7 +88,7 @@ class NormedLinear(Function):
         """(n, out)."""
         ctx.save_for_backward(x, scale, weight)
         ctx.epsilon, ctx.scale_gradient, ctx.gradients = epsilon, scale_gradient, (gradient, bias_gradient)
-        return functional.linear(functional.rms_norm(x, (x.shape[-1],), scale, epsilon), weight, bias)
+        return functional.linear(_norm(x, scale, epsilon), weight, bias)
 
     @staticmethod
     @once_differentiable
@@ -93,7 +96,7 @@ class NormedLinear(Function):
         """Normalises again, which costs a hundredth of the matrix products."""
         x, scale, weight = ctx.saved_tensors
         if ctx.gradients != (None, None):
-            _add_gradients(upstream, functional.rms_norm(x, (x.shape[-1],), scale, ctx.epsilon), *ctx.gradients)
+            _add_gradients(upstream, _norm(x, scale, ctx.epsilon), *ctx.gradients)
         dx = _norm_backward(x, scale, ctx.epsilon, ctx.scale_gradient, upstream @ weight)
         return dx, None, None, None, None, None, None, None
 
@@ -116,23 +119,16 @@ class GatedLinear(Function):
         """(n, out)."""
         ctx.save_for_backward(gate_up, weight)
         ctx.gradients = gradient, bias_gradient
-        gate, up = gate_up.chunk(2, dim=-1)
-        return functional.linear(functional.silu(gate).mul_(up), weight, bias)
+        return functional.linear(_gated(gate_up), weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         """Computes silu again."""
         gate_up, weight = ctx.saved_tensors
-        gate, up = gate_up.chunk(2, dim=-1)
-        d_product = upstream @ weight
-        out = torch.empty_like(gate_up)
-        d_gate, d_up = out.chunk(2, dim=-1)
-        silu = functional.silu(gate)
-        torch.mul(silu, d_product, out=d_up)
-        _add_gradients(upstream, silu.mul_(up), *ctx.gradients)
-        torch.ops.aten.silu_backward.grad_input(d_product.mul_(up), gate, grad_input=d_gate)
-        return out, None, None, None, None
+        slopes, product = _gated_backward(gate_up, upstream @ weight)
+        _add_gradients(upstream, product, *ctx.gradients)
+        return slopes, None, None, None, None
 
 
 class LowRank(Function):
@@ -189,7 +185,7 @@ class RMSNorm(Function):
         """Same shape as `x`."""
         ctx.save_for_backward(x, weight)
         ctx.epsilon, ctx.gradient = epsilon, gradient
-        return functional.rms_norm(x, (x.shape[-1],), weight, epsilon)
+        return _norm(x, weight, epsilon)
 
     @staticmethod
     @once_differentiable
@@ -199,10 +195,38 @@ class RMSNorm(Function):
         return _norm_backward(x, weight, ctx.epsilon, ctx.gradient, upstream), None, None, None
 
 
+def _norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    if kernels.computes(x):
+        return kernels.residual_norm(x.reshape(-1, x.shape[-1]), None, weight, epsilon).view(x.shape)
+    return functional.rms_norm(x, (x.shape[-1],), weight, epsilon)
+
+
+def _gated(gate_up: Tensor) -> Tensor:
+    if kernels.computes(gate_up):
+        return kernels.gated(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.silu(gate).mul_(up)
+
+
+def _gated_backward(gate_up: Tensor, upstream: Tensor) -> tuple[Tensor, Tensor]:
+    """The slopes of `gate_up`, and what `_gated` gave. `upstream` may be written."""
+    if kernels.computes(gate_up):
+        return kernels.gated_backward(gate_up, upstream)
+    gate, up = gate_up.chunk(2, dim=-1)
+    slopes = torch.empty_like(gate_up)
+    d_gate, d_up = slopes.chunk(2, dim=-1)
+    silu = functional.silu(gate)
+    torch.mul(silu, upstream, out=d_up)
+    torch.ops.aten.silu_backward.grad_input(upstream.mul_(up), gate, grad_input=d_gate)
+    return slopes, silu.mul_(up)
+
+
 def _norm_backward(x: Tensor, weight: Tensor, epsilon: float, gradient: Tensor | None, upstream: Tensor) -> Tensor:
     """With x̂ = x / rms: dx = (w dy - x̂ mean(w dy x̂)) / rms; dw += Σ dy x̂. A few rows at a time stay in cache."""
     shape, width = x.shape, x.shape[-1]
     x, upstream = x.reshape(-1, width), upstream.reshape(-1, width)
+    if kernels.computes(x):
+        return kernels.norm_backward(x, upstream, weight, epsilon, gradient).view(shape)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     scale = weight.float()
     for start in range(0, len(x), max(1, IN_CACHE // width)):
@@ -225,17 +249,20 @@ class Rotary(Function):
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x (n, heads, head_dim); cos, sin (n, 1, head_dim / 2)."""
         ctx.save_for_backward(cos, sin)
-        return _rotated(x, cos, sin)
+        return _rotated(x, cos, sin, back=False)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         """A rotation's transpose turns back."""
         cos, sin = ctx.saved_tensors
-        return _rotated(upstream, cos, -sin), None, None
+        return _rotated(upstream, cos, sin, back=True), None, None
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
+    if kernels.computes(x) and x[0].is_contiguous():
+        return kernels.rotate(x, cos, sin, back)
+    sin = -sin if back else sin
     first, second = x.chunk(2, dim=-1)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     half = x.shape[-1] // 2

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
+from strop import kernels
+from strop.kernels import cached_attention, supports
 from strop.learning.prefix_tree import Ints, PrefixTree
-from strop.sampling.kernels import cached_attention, supports
 
 #: Queries in a piece: completions are short, and a piece holds no more than one.
 PIECE = 32
@@ -38,12 +39,14 @@ class Bucket:
         queries: (n · PIECE,) nodes; filled up with the number of nodes, a place that nothing is read from.
         keys: (n · length,) nodes at positions 0, 1, … of each piece's branch; filled up with 0, which `bias` hides.
         length: number of keys of each piece, whole blocks.
+        seen: (n · PIECE,) how many keys each query sees, from the first on.
         bias: (n, 1, 1, PIECE, length) fp32, 0 where a query sees a key and -inf elsewhere.
     """
 
     queries: Tensor
     keys: Tensor
     length: int
+    seen: Tensor
     bias: Tensor
 
 
@@ -119,6 +122,7 @@ def _bucket(pieces: list[tuple[int, Ints]], length: int, nodes: int, device: tor
         queries=torch.from_numpy(queries.reshape(-1)).to(device),
         keys=torch.from_numpy(keys.reshape(-1)).to(device),
         length=length,
+        seen=torch.from_numpy(positions.reshape(-1) + 1).to(device),
         bias=torch.from_numpy(bias).to(device),
     )
 
@@ -136,7 +140,7 @@ class TreeAttention(Function):
         out = torch.empty((plan.nodes + 1, *q.shape[1:]), dtype=q.dtype, device=q.device)
         kept = []
         for bucket, queries, keys, values in _gathered(plan, q, k, v):
-            weights = _weights(queries, keys, bucket.bias, scale)
+            weights = _weights(queries, keys, bucket, scale)
             out[bucket.queries] = _from_heads(weights @ values, q.shape[1])
             kept.append(weights)
         small = sum(weights.nbytes for weights in kept) <= KEPT_BYTES
@@ -154,7 +158,7 @@ class TreeAttention(Function):
         d_k, d_v = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))
         upstream = torch.cat([upstream, upstream.new_zeros((1, *upstream.shape[1:]))])
         for number, (bucket, queries, keys, values) in enumerate(_gathered(plan, q, k, v)):
-            weights = ctx.kept[number] if ctx.kept else _weights(queries, keys, bucket.bias, ctx.scale)
+            weights = ctx.kept[number] if ctx.kept else _weights(queries, keys, bucket, ctx.scale)
             d_out = _to_heads(
                 upstream.index_select(0, bucket.queries), k.shape[1]
             )  # (n, kv_heads, group · PIECE, head_dim)
@@ -185,11 +189,15 @@ def _gathered(plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor) -> Iterator[
         yield bucket, queries, keys, values
 
 
-def _weights(queries: Tensor, keys: Tensor, bias: Tensor, scale: float) -> Tensor:
+def _weights(queries: Tensor, keys: Tensor, bucket: Bucket, scale: float) -> Tensor:
     """(n, kv_heads, group · PIECE, length) in the compute dtype. The embedded sampler rounds as is done here."""
-    scores = (queries @ keys.mT).float().mul_(scale)
-    scores.view(*scores.shape[:2], -1, PIECE, scores.shape[-1]).add_(bias)
-    return scores.softmax(-1).to(queries.dtype)
+    scores = queries @ keys.mT
+    if kernels.computes(scores) and bucket.length <= kernels.MOST_KEYS:
+        kernels.attention_weights_(scores, bucket.seen, PIECE, scale)
+        return scores
+    exact = scores.float().mul_(scale)
+    exact.view(*scores.shape[:2], -1, PIECE, scores.shape[-1]).add_(bucket.bias)
+    return exact.softmax(-1).to(queries.dtype)
 
 
 def _to_heads(x: Tensor, kv_heads: int) -> Tensor:

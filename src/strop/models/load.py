@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from strop.errors import ModelError
+from strop.models.allocator import keep_memory
 from strop.models.start import START_MODELS, Progress, get_start_model, start_model_folder
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ def load_model(name: str, *, dtype: str = "float32", progress: Progress | None =
     """
     import torch
 
+    keep_memory()
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if dtype not in dtypes:
         raise ModelError(f"model {name!r}: dtype {dtype!r} is not known. Choose one of: {', '.join(dtypes)}.")

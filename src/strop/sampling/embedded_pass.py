@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from strop import kernels
 from strop.models.fused import Decoder, DecoderLayer, LayerUpdates
-from strop.sampling import kernels
 from strop.sampling.kv_cache import KeyValueCache
 
 #: Keys are computed in whole blocks of this many: a multiple of every vector width.

@@ -2,41 +2,13 @@
  * positions with the way into the cache, and the gated activation.
  *
  * Every token is computed by itself, by one order of operations. Results are rounded to bf16 or kept in fp32 where
- * PyTorch's operators do so; within one of them arithmetic is fp32. A pass over fewer than SHARED numbers isn't worth
- * the tens of microseconds that it takes to wake a second thread.
+ * PyTorch's operators do so; within one of them arithmetic is fp32.
  */
 #include "vectors.h"
 
-enum { WIDEST = 256, SHARED = 1 << 16 };
-
-#define FOR_TOKENS                                                                                                     \
-    _Pragma("omp parallel for num_threads(threads) if (tokens * width >= SHARED) schedule(static)") for (              \
-        long t = 0; t < tokens; t++)
-
-/* x / (1 + exp(-x)), by way of exp(-|x|). */
-INLINE vector silu(vector x) {
-    const integers negative = x < 0;
-    const vector e = exponential((vector)((words)x | 0x80000000)), scaled = x * e;
-    return (vector)((negative & (integers)scaled) | (~negative & (integers)x)) / (1 + e);
-}
+enum { WIDEST = 256 };
 
 #define DEFINE(ELEMENT, TYPE)                                                                                          \
-    /* Up to a vector of numbers, `left` of which are there: zeros follow the last ones. */                            \
-    INLINE vector some_##TYPE(const ELEMENT *from, long left) {                                                        \
-        if (left >= LANES) return load_##TYPE(from);                                                                   \
-        ELEMENT last[LANES] = {0};                                                                                     \
-        memcpy(last, from, (size_t)left * sizeof *from);                                                               \
-        return load_##TYPE(last);                                                                                      \
-    }                                                                                                                  \
-    INLINE void put_##TYPE(ELEMENT *to, vector v, long left) {                                                         \
-        if (left >= LANES) {                                                                                           \
-            store_##TYPE(to, v);                                                                                       \
-        } else {                                                                                                       \
-            ELEMENT last[LANES];                                                                                       \
-            store_##TYPE(last, v);                                                                                     \
-            memcpy(to, last, (size_t)left * sizeof *to);                                                               \
-        }                                                                                                              \
-    }                                                                                                                  \
     /* x / rms(x) · weight: Zhang & Sennrich 2019, arXiv:1910.07467, eq. 4. */                                         \
     INLINE void norm_##TYPE(const ELEMENT *x, const ELEMENT *weight, ELEMENT *out, long width, float epsilon) {        \
         vector squares = {};                                                                                           \

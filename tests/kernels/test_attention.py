@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strop.sampling import kernels
+from strop import kernels
 
 pytestmark = pytest.mark.skipif(not kernels.built(), reason="the kernels are not built")
 

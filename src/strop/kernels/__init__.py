@@ -1,6 +1,7 @@
-"""What a decoder computes between its matrix products on the CPU, in C: attention over a key-value cache (attention.c)
-and norms, rotary positions and gates (elementwise.c). Built when strop is installed; where it wasn't, for want of a
-compiler, the sampler computes the same through PyTorch, several times slower.
+"""What a decoder computes between its matrix products on the CPU, in C: attention over a key-value cache (attention.c),
+norms, rotary positions and gates (elementwise.c), their backward passes (backward.c) and the softmax over a vocabulary
+(head.c). Built when strop is installed; where it wasn't, for want of a compiler, sampler and learner compute the same
+through PyTorch, slower: decoding several times.
 
 What a token gives depends on its own inputs, and in attention on its row's keys and values up to its position: bit for
 bit, whatever the batch and the number of threads. All tensors of a call are bf16, or all fp32, and contiguous.
@@ -16,9 +17,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-LIBRARY = Path(__file__).with_name("decoding.so")
+LIBRARY = Path(__file__).with_name("native.so")
 #: What the library can take: query heads that share a key head, and numbers in a head.
 MOST_HEADS, LANES, WIDEST = 16, 16, 256
+#: Keys that a query can see in `attention_weights_`.
+MOST_KEYS = 1 << 15
 
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 _ARGUMENTS = {
@@ -26,12 +29,27 @@ _ARGUMENTS = {
     "residual_norm": [_POINTER] * 4 + [_LONG] * 2 + [_FLOAT, _INT],
     "place": [_POINTER] * 10 + [_LONG] * 2 + [_INT] * 3 + [_FLOAT, _INT],
     "gated": [_POINTER] * 2 + [_LONG] * 2 + [_INT],
+    "norm_backward": [_POINTER] * 5 + [_LONG] * 2 + [_FLOAT, _INT],
+    "gated_backward": [_POINTER] * 4 + [_LONG] * 2 + [_INT],
+    "rotate": [_POINTER] * 4 + [_LONG] * 2 + [_INT] * 2 + [_FLOAT, _INT],
+    "attention_weights": [_POINTER] * 2 + [_LONG] * 4 + [_FLOAT, _INT],
+    "logsumexp": [_POINTER] * 2 + [_LONG] * 2 + [_FLOAT, _INT],
+    "softmax_slope": [_POINTER] * 7 + [_LONG] * 2 + [_FLOAT, _INT],
 }
+#: Functions that say whether they had the memory.
+_RETURNING = ("attention", "norm_backward")
 
 
 def built() -> bool:
     """Whether the library is there."""
     return LIBRARY.is_file()
+
+
+def computes(x: Tensor) -> bool:
+    """Whether the library is there and takes tensors like `x`."""
+    import torch
+
+    return x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float32) and built()
 
 
 def supports(heads: int, kv_heads: int, width: int, context: int) -> bool:
@@ -117,6 +135,100 @@ def gated(gate_up: Tensor) -> Tensor:
     return out
 
 
+def norm_backward(x: Tensor, upstream: Tensor, weight: Tensor, epsilon: float, gradient: Tensor | None) -> Tensor:
+    """The slope of x / rms(x) · weight.
+
+    Args:
+        x, upstream: (tokens, width).
+        weight: (width,).
+        epsilon: added to the mean of the squares.
+        gradient: (width,) fp32; the weight's is added to it.
+
+    Returns:
+        (tokens, width).
+
+    Raises:
+        MemoryError: no memory for the parts of the weight's gradient.
+    """
+    out = x.new_empty(x.shape)
+    if _call("norm_backward", x, upstream.contiguous(), weight, out, gradient, *x.shape, epsilon):
+        raise MemoryError("there is no memory for the gradient of a norm")
+    return out
+
+
+def gated_backward(gate_up: Tensor, upstream: Tensor) -> tuple[Tensor, Tensor]:
+    """Of `gated`: the slopes (tokens, 2 · width) for upstream ones of (tokens, width), and what `gated` gave."""
+    slopes, product = gate_up.new_empty(gate_up.shape), upstream.new_empty(upstream.shape)
+    _call("gated_backward", gate_up, upstream.contiguous(), slopes, product, *upstream.shape)
+    return slopes, product
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, back: bool = False) -> Tensor:
+    """Heads turned by their positions, or back: the first half of each with the second.
+
+    Args:
+        x: (tokens, heads, width); tokens may be further apart.
+        cos, sin: (tokens, …, width / 2).
+        back: turn the other way.
+    """
+    out = x.new_empty(x.shape)
+    tokens, heads, width = x.shape
+    _call(
+        "rotate",
+        x,
+        cos.contiguous(),
+        sin.contiguous(),
+        out,
+        tokens,
+        x.stride(0),
+        heads,
+        width // 2,
+        -1.0 if back else 1.0,
+    )
+    return out
+
+
+def attention_weights_(scores: Tensor, seen: Tensor, queries: int, scale: float) -> None:
+    """Turn scores into softmax(scores · scale) over the keys that each query sees, in fp32, and 0 elsewhere.
+
+    Args:
+        scores: (pieces, …, queries, length), length a multiple of `LANES` and at most `MOST_KEYS`; written.
+        seen: (pieces, queries) int64: how many keys a query sees, from the first on; at least 1.
+        queries: of a piece.
+        scale: of the scores.
+    """
+    pieces, length = len(scores), scores.shape[-1]
+    heads = scores.numel() // (pieces * queries * length)
+    _call("attention_weights", scores, seen, pieces, heads, queries, length, scale)
+
+
+def logsumexp(logits: Tensor, temperature: float) -> Tensor:
+    """(rows,) fp32: log Σ exp(logits / T), of (rows, vocab)."""
+    import torch
+
+    out = logits.new_empty(len(logits), dtype=torch.float32)
+    _call("logsumexp", logits, out, *logits.shape, 1 / temperature)
+    return out
+
+
+def softmax_slope_(
+    logits: Tensor, normalisers: Tensor, factors: Tensor, starts: Tensor, chosen: Tensor, slopes: Tensor,
+    temperature: float,
+) -> None:  # fmt: skip
+    """Turn logits into factors · softmax(logits / T), plus the slopes of some tokens. In fp32, rounded once.
+
+    Args:
+        logits: (rows, vocab); written.
+        normalisers, factors: (rows,) fp32; the first as `logsumexp` gives them.
+        starts: (rows + 1,) int64: where each row's pairs begin, and their end.
+        chosen: (pairs,) int64 tokens, the same one perhaps several times in a row.
+        slopes: (pairs,) fp32, added where the tokens are.
+        temperature: T.
+    """
+    sums = slopes.new_empty(slopes.shape)
+    _call("softmax_slope", logits, normalisers, factors, starts, chosen, slopes, sums, *logits.shape, 1 / temperature)
+
+
 def _call(name: str, first: Tensor, *arguments: Any) -> int:
     """Call a function of the library for the first tensor's dtype, with as many threads as PyTorch uses."""
     import torch
@@ -131,5 +243,5 @@ def _function(name: str, suffix: str) -> Any:
     """One of the library's functions."""
     function = getattr(ctypes.CDLL(str(LIBRARY)), f"{name}_{suffix}")  # after torch, so that both share one OpenMP
     function.argtypes = _ARGUMENTS[name]
-    function.restype = _INT if name == "attention" else None
+    function.restype = _INT if name in _RETURNING else None
     return function
