@@ -30,6 +30,7 @@ from typing import Any
 import orjson
 import psutil
 
+from strop import loops
 from strop.gateway import Attempt, Engine, Gateway, running
 from strop.gateway.attempts import NEW
 from strop.gateway.dialects import chat
@@ -309,4 +310,4 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    loops.run(main())  # as `strop serve` does

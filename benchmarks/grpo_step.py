@@ -32,6 +32,8 @@ from strop.rollouts import Group, Rollout, Scored, Task, final_text
 
 HERE = Path(__file__).parent
 Figures = dict[str, float]
+#: Rows that go through a weight, the weight, how often forward, and whether backward.
+Product = tuple[int, Any, int, bool]
 
 
 class Numbers(Environment):
@@ -111,7 +113,6 @@ async def strop_turns(model: str) -> None:
 def matmul_alone(groups: list[Group], batch: Any, learner: Any) -> Figures:
     """Seconds for the matrix products of linear layers that the step can't do without, on random numbers."""
     import numpy as np
-    import torch
 
     from strop.learning.microbatches import split_batch
 
@@ -122,43 +123,51 @@ def matmul_alone(groups: list[Group], batch: Any, learner: Any) -> Figures:
     # The first token's logits come from the prefill; each further one needs a row of a decoding step.
     decoding = [sum(len(call.tokens) > number for call in calls) for number in range(1, task.MAX_TOKENS)]
     parts = split_batch(batch, learner.budget, np.flatnonzero(batch.trained_counts))
-    inputs: dict[tuple[int, int], torch.Tensor] = {}
+    work: list[Product] = []
+    for rows, head_rows in [(prefill, len(groups)), *((rows, rows) for rows in decoding if rows)]:
+        work += [(rows, weight, 1, False) for layer in layers for weight in layer]
+        work.append((head_rows, decoder.head, 1, False))
+    for part in parts:
+        work += trained_products(part, layers, decoder.head)
+    return seconds_of(work, learner.policy.dtype)
 
-    def x(rows: int, width: int) -> torch.Tensor:
-        key = (rows, width)
-        if key not in inputs:
-            inputs[key] = torch.randn(key, dtype=torch.float32).to(learner.policy.dtype)
-        return inputs[key]
 
-    def forward(rows: int, weight: torch.Tensor) -> None:
-        x(rows, weight.shape[1]) @ weight.T
+def trained_products(part: Any, layers: list[tuple[Any, ...]], head: Any, forwards: int = 1) -> list[Product]:
+    """Of a micro-batch that is learned from."""
+    nodes, predicting = len(part.tree.tokens), len(part.rows)
+    work: list[Product] = [(predicting, head, forwards, True)]
+    for layer in layers:
+        for weight in layer:
+            # The last layer's output matters at predicting tokens alone, but for keys and values.
+            rows = predicting if layer is layers[-1] and weight is not layer[0] else nodes
+            work.append((rows, weight, forwards, True))
+    return work
 
-    def forward_backward(rows: int, weight: torch.Tensor) -> None:
-        forward(rows, weight)
-        upstream = x(rows, weight.shape[0])
-        upstream @ weight
-        upstream.T @ x(rows, weight.shape[1])
 
-    def everything() -> None:
-        for rows, head_rows in [(prefill, len(groups)), *((rows, rows) for rows in decoding if rows)]:
-            for layer in layers:
-                for weight in layer:
-                    forward(rows, weight)
-            forward(head_rows, decoder.head)
-        for part in parts:
-            nodes, predicting = len(part.tree.tokens), len(part.rows)
-            for layer in layers:
-                for weight in layer:
-                    # The last layer's output matters at predicting tokens alone, but for keys and values.
-                    forward_backward(predicting if layer is layers[-1] and weight is not layer[0] else nodes, weight)
-            forward_backward(predicting, decoder.head)
+def seconds_of(work: list[Product], dtype: Any) -> Figures:
+    """How long matrix products take alone, one after the other, on random numbers that are there before."""
+    import torch
+
+    shapes = {(rows, width) for rows, weight, _, _ in work for width in weight.shape}
+    inputs = {shape: torch.randn(shape).to(dtype) for shape in shapes}
+
+    def product(rows: int, weight: torch.Tensor, forwards: int, backward: bool) -> None:
+        x = inputs[rows, weight.shape[1]]
+        for _ in range(forwards):
+            x @ weight.T
+        if backward:
+            upstream = inputs[rows, weight.shape[0]]
+            upstream @ weight
+            upstream.T @ x
 
     with torch.no_grad():
-        everything() if not hasattr(matmul_alone, "warm") else None
-        matmul_alone.warm = True  # type: ignore[attr-defined]
+        for one in {(one[0], one[1].shape): one for one in work}.values():
+            product(*one)  # each shape once to warm up
         began = time.perf_counter(), time.process_time()
-        everything()
-    return {"matmul_wall": time.perf_counter() - began[0], "matmul_cpu": time.process_time() - began[1]}
+        for one in work:
+            product(*one)
+        wall, cpu = time.perf_counter() - began[0], time.process_time() - began[1]
+    return {"matmul_wall": wall, "matmul_cpu": cpu}
 
 
 class Peer:

@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
 import words_task as task
-from grpo_step import Figures, Peer, ratios, say, spread
+from grpo_step import Figures, Peer, ratios, say, seconds_of, spread, trained_products
 
 HERE = Path(__file__).parent
 #: Steps that a stage of either has data for.
@@ -86,38 +86,10 @@ def matmul_alone(parts: list[Any], learner: Any, passes: int) -> Figures:
         learner: whose weights they are.
         passes: forward passes, of which one has a backward pass.
     """
-    import torch
-
     decoder = learner.policy.decoder
     layers = [(layer.qkv, layer.out, layer.gate_up, layer.down) for layer in decoder.layers]
-    inputs: dict[tuple[int, int], torch.Tensor] = {}
-
-    def x(rows: int, width: int) -> torch.Tensor:
-        if (rows, width) not in inputs:
-            inputs[rows, width] = torch.randn((rows, width)).to(learner.policy.dtype)
-        return inputs[rows, width]
-
-    def products(rows: int, weight: torch.Tensor) -> None:
-        for _ in range(passes):
-            x(rows, weight.shape[1]) @ weight.T
-        upstream = x(rows, weight.shape[0])
-        upstream @ weight
-        upstream.T @ x(rows, weight.shape[1])
-
-    def everything() -> None:
-        for part in parts:
-            nodes, predicting = len(part.tree.tokens), len(part.rows)
-            for layer in layers:
-                for weight in layer:
-                    # The last layer's output matters at predicting tokens alone, but for keys and values.
-                    products(predicting if layer is layers[-1] and weight is not layer[0] else nodes, weight)
-            products(predicting, decoder.head)
-
-    with torch.no_grad():
-        everything()  # makes the numbers, and warms up
-        began = time.perf_counter(), time.process_time()
-        everything()
-    return {"matmul_wall": time.perf_counter() - began[0], "matmul_cpu": time.process_time() - began[1]}
+    work = [product for part in parts for product in trained_products(part, layers, decoder.head, passes)]
+    return seconds_of(work, learner.policy.dtype)
 
 
 def in_turns(kind: str, model: str, trl_python: Path, rounds: int, folder: Path) -> dict[str, list[Figures]]:

@@ -17,6 +17,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from strop import loops
 from strop.config import (
     AgentSettings,
     DistillSettings,
@@ -113,7 +114,7 @@ def run_until_interrupted(work: Any) -> Any:
         return await task
 
     try:
-        return asyncio.run(run())
+        return loops.run(run())
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
 

@@ -164,7 +164,7 @@ def _kernels() -> Iterator[Finding]:
     from strop.kernels import built
 
     if built():
-        yield Finding("kernels in C", "ok", "decoding on the CPU uses them")
+        yield Finding("kernels in C", "ok", "sampling and training on the CPU use them")
     else:
         mend = "apt-get install gcc && pip install --force-reinstall --no-deps strop"
         yield Finding("kernels in C", "warning", "not built: decoding on the CPU is several times slower", mend)

@@ -97,7 +97,7 @@ def test_each_learner_trains_its_adapter_alone(policy, name, tmp_path):
     advantages = torch.from_numpy(batch.advantages[batch.mask])
     logprobs = torch.cat(tiny.plain_logprobs(model, batch))
     (-(logprobs * advantages).sum() / batch.mask.sum()).backward()
-    np.testing.assert_allclose(learner.logprobs(batch)[batch.mask], logprobs.detach().numpy(), atol=1e-5)
+    np.testing.assert_allclose(learner.logprobs(batch)[batch.mask], logprobs.detach().numpy(), atol=3e-5)
     learner.forward_backward(batch, LOSS)
     expected = {key.replace(".default.", f".{name}."): p.grad for key, p in model.named_parameters() if p.requires_grad}
     found = {}
@@ -106,7 +106,7 @@ def test_each_learner_trains_its_adapter_alone(policy, name, tmp_path):
     assert found.keys() == expected.keys()
     scale = max(float(gradient.abs().max()) for gradient in expected.values())
     for key, gradient in expected.items():
-        assert float((found[key] - gradient).abs().max()) <= 1e-5 * scale, key
+        assert float((found[key] - gradient).abs().max()) <= 3e-5 * scale, key
     learner.step(1e-2)
     for key, tensor in policy.model.state_dict().items():
         assert torch.equal(tensor, before[key]) == (f".{name}." not in key), key
