@@ -12,7 +12,7 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "strop"
 #: From the bottom: a room imports its own layer and those below it.
 LAYERS = [
-    {"__init__", "rollouts", "errors", "config", "statistics", "serving", "loops", "kernels"},
+    {"__init__", "rollouts", "errors", "config", "statistics", "serving", "kernels"},
     {"runs", "costs"},
     {"models", "data", "environments", "sandboxes", "sampling", "learning", "weights"},
     {"agents", "gateway", "cluster"},

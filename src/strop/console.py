@@ -17,7 +17,6 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from strop import loops
 from strop.config import (
     AgentSettings,
     DistillSettings,
@@ -114,7 +113,7 @@ def run_until_interrupted(work: Any) -> Any:
         return await task
 
     try:
-        return loops.run(run())
+        return asyncio.run(run())
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
 

@@ -20,6 +20,7 @@ class Node:
 
 async def test_full_collections_wait_until_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "_QUIET_SECONDS", 0.01)
+    monkeypatch.setattr(server, "_YOUNG_SECONDS", 0.01)
     before, idle = gc.get_threshold(), False
     freed = asyncio.Event()
     async with server.unhurried_collection(lambda: idle):
@@ -37,6 +38,7 @@ async def test_full_collections_wait_until_nobody_waits(monkeypatch: pytest.Monk
 
 async def test_a_gateway_that_is_never_idle_collects_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "_QUIET_SECONDS", 0.01)
+    monkeypatch.setattr(server, "_YOUNG_SECONDS", 0.01)
     monkeypatch.setattr(server, "_LONGEST_SECONDS", 0.05)
     freed = asyncio.Event()
     async with server.unhurried_collection(lambda: False):
@@ -46,3 +48,17 @@ async def test_a_gateway_that_is_never_idle_collects_all_the_same(monkeypatch: p
         del node
         gc.collect(1)
         await asyncio.wait_for(freed.wait(), 20)
+
+
+async def test_what_is_new_is_collected_however_little_python_counts() -> None:
+    """Allocations minus deallocations, which stand still where old attempts end while new ones begin."""
+    before, freed = gc.get_threshold(), asyncio.Event()
+    gc.set_threshold(10**9, *before[1:])
+    try:
+        async with server.unhurried_collection(lambda: False):
+            node = Node()
+            weakref.finalize(node, freed.set)
+            del node
+            await asyncio.wait_for(freed.wait(), 20)
+    finally:
+        gc.set_threshold(*before)
