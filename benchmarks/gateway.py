@@ -6,7 +6,7 @@ of this file, and shares the process, so that its time is counted too), and in p
 the whole process for a rollout, median over rounds that take turns. All texts are new in every rollout.
 
 Then thousands of streams at once from another process, over a model that takes seconds: calls lost, the longest time
-that the server's event loop stood still while calls were in flight (and the longest that it worked meanwhile: the rest
+that the server's event loop stood still while the clients' process ran (and the longest that it worked meanwhile: the rest
 is other processes'), and resident memory from the second round to the last.
 
     python benchmarks/gateway.py --tokenizer FOLDER [--rounds 5] [--rollouts 200] [--streams 2000]
@@ -205,14 +205,15 @@ async def streams(args: argparse.Namespace, tokenizer: Any) -> dict[str, float]:
     sampler = InstantSampler(tokenizer, seconds=args.seconds)
     engine = Engine(sampler, renderer_for(tokenizer, args.tokenizer), tokenizer)
     stalls, busy, at_rest = [0.0], [0.0], [0.0]
+    talks = False
     process = psutil.Process()
 
     async def watch() -> None:
         while True:
-            before, worked, waiting = time.perf_counter(), time.thread_time(), engine.in_flight
+            before, worked = time.perf_counter(), time.thread_time()
             await asyncio.sleep(0.005)
             stood = time.perf_counter() - before - 0.005
-            if waiting or engine.in_flight:
+            if talks:
                 stalls.append(stood)
                 busy.append(time.thread_time() - worked)
             else:  # between the rounds: attempts are opened and closed, garbage is collected
@@ -234,10 +235,12 @@ async def streams(args: argparse.Namespace, tokenizer: Any) -> dict[str, float]:
             client = await asyncio.create_subprocess_exec(
                 *(sys.executable, __file__, "--client", url), stdin=subprocess.PIPE, stdout=subprocess.PIPE
             )
+            talks = True
             talking = asyncio.create_task(client.communicate("\n".join(keys).encode()))
             while not talking.done():
                 most = max(most, engine.in_flight)
                 await asyncio.sleep(0.02)
+            talks = False
             ended = json.loads(talking.result()[0])
             recorded = 0
             for attempt in engine.attempts:
@@ -252,14 +255,14 @@ async def streams(args: argparse.Namespace, tokenizer: Any) -> dict[str, float]:
     print(
         f"{'longest stall':<26}{max(stalls) * 1000:8.1f} ms, of which the process worked {max(busy) * 1000:.1f} ms at most"
     )
-    print(f"{'longest while none waits':<26}{max(at_rest) * 1000:8.1f} ms")
+    print(f"{'longest between rounds':<26}{max(at_rest) * 1000:8.1f} ms")
     return {
         "streams": args.streams,
         "streams_in_flight": most,
         "lost_calls": lost,
         "max_loop_stall_ms": round(max(stalls) * 1000, 1),
         "max_loop_busy_ms": round(max(busy) * 1000, 1),
-        "max_stall_while_none_waits_ms": round(max(at_rest) * 1000, 1),
+        "max_stall_between_rounds_ms": round(max(at_rest) * 1000, 1),
         "memory_growth_mib": round(memory[-1] - memory[1], 1) if len(memory) > 2 else 0.0,
     }
 

@@ -15,6 +15,7 @@ import json
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -59,6 +60,7 @@ def strop_turns(kind: str, model: str) -> None:
             for name in ("chosen", "rejected")
         ]
     size = task.BATCH * (1 if kind == "sft" else 2)
+    thread = ThreadPoolExecutor(1)  # a run computes beside its event loop, too
     for step in range(STEPS):
         say("READY")
         if not sys.stdin.readline():
@@ -70,8 +72,8 @@ def strop_turns(kind: str, model: str) -> None:
         else:
             batch = pack_judged([(row, (1.0, -1.0)[n % 2], n // 2) for n, row in enumerate(part)])
             batch = batch.with_extras(reference_logprobs=learner.logprobs(batch))
-        learner.forward_backward(batch, loss)
-        learner.step(task.LEARNING_RATE)
+        thread.submit(learner.forward_backward, batch, loss).result()
+        thread.submit(learner.step, task.LEARNING_RATE).result()
         wall, cpu = time.perf_counter() - began[0], time.process_time() - began[1]
         figures = {"wall": wall, "cpu": cpu, "tokens": float(len(batch.tokens))}
         parts = split_batch(batch, learner.budget, np.flatnonzero(batch.trained_counts))

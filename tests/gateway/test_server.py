@@ -21,6 +21,7 @@ class Node:
 async def test_full_collections_wait_until_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "_QUIET_SECONDS", 0.01)
     monkeypatch.setattr(server, "_YOUNG_SECONDS", 0.01)
+    monkeypatch.setattr(server, "_GROWN", -(10**9))
     before, idle = gc.get_threshold(), False
     freed = asyncio.Event()
     async with server.unhurried_collection(lambda: idle):
@@ -39,6 +40,7 @@ async def test_full_collections_wait_until_nobody_waits(monkeypatch: pytest.Monk
 async def test_a_gateway_that_is_never_idle_collects_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "_QUIET_SECONDS", 0.01)
     monkeypatch.setattr(server, "_YOUNG_SECONDS", 0.01)
+    monkeypatch.setattr(server, "_GROWN", -(10**9))
     monkeypatch.setattr(server, "_LONGEST_SECONDS", 0.05)
     freed = asyncio.Event()
     async with server.unhurried_collection(lambda: False):
@@ -62,3 +64,12 @@ async def test_what_is_new_is_collected_however_little_python_counts() -> None:
             await asyncio.wait_for(freed.wait(), 20)
     finally:
         gc.set_threshold(*before)
+
+
+async def test_nothing_is_collected_where_nothing_has_happened(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_QUIET_SECONDS", 0.01)
+    monkeypatch.setattr(server, "_YOUNG_SECONDS", 0.01)
+    async with server.unhurried_collection(lambda: True):
+        before = gc.get_stats()[2]["collections"]
+        await asyncio.sleep(0.2)
+        assert gc.get_stats()[2]["collections"] == before

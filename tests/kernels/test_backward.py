@@ -110,7 +110,7 @@ def test_logsumexp(dtype, rows, vocab, temperature):
 
 @pytest.mark.parametrize("place", [0, 17, 1002])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_not_finite_is_not_hidden(place, value):
+def test_what_is_not_finite_is_not_hidden_by_a_softmax(place, value):
     logits = normal(2, 1003, dtype=torch.float32)
     logits[1, place] = value
     normaliser = kernels.logsumexp(logits, 1.0)
@@ -137,3 +137,37 @@ def test_slope_of_chosen_tokens(dtype, temperature):
     starts = torch.tensor([0, 3, 4, 4, 5])
     kernels.softmax_slope_(logits, normaliser, factors, starts, chosen, slopes, temperature)
     close(logits, exact.grad, steps=2)
+
+
+def test_minus_infinity_is_a_probability_of_0():
+    logits = torch.tensor([[0.0, -torch.inf, 1.0] + [-torch.inf] * 30])
+    normaliser = kernels.logsumexp(logits, 0.5)
+    torch.testing.assert_close(normaliser, (logits / 0.5).logsumexp(-1))
+    none = torch.zeros(0)
+    starts, chosen = torch.zeros(2, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
+    exact = (logits / 0.5).softmax(-1)
+    kernels.softmax_slope_(logits, normaliser, torch.ones(1), starts, chosen, none, 0.5)
+    torch.testing.assert_close(logits, exact)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("nan")])
+def test_what_is_not_finite_is_not_hidden_by_attention(value):
+    scores = normal(1, 1, 2, 64, dtype=torch.float32)
+    scores[0, 0, 1, 20] = value
+    seen = torch.tensor([[64, 32]])
+    kernels.attention_weights_(scores, seen, 2, 1.0)
+    assert scores.isfinite().all(-1).flatten().tolist() == [True, False]
+    queries, keys = normal(2, 1, 16, dtype=torch.float32), normal(1, 1, 16, 16, dtype=torch.float32)
+    keys[0, 0, 3] = value
+    out, rows = torch.empty(2, 1, 16), torch.zeros(2, dtype=torch.int64)
+    kernels.cached_attention(queries, keys, keys, rows, torch.tensor([2, 3]), 1.0, out)
+    assert out.isfinite().all(-1).flatten().tolist() == [True, False]
+
+
+def test_what_the_kernels_cannot_read_is_refused():
+    with pytest.raises(TypeError, match="float16"):
+        kernels.gated(torch.zeros(2, 4, dtype=torch.float16))
+    with pytest.raises(ValueError, match="contiguous"):
+        kernels.residual_norm(torch.zeros(2, 16), torch.zeros(16, 2).T, torch.zeros(16), 1e-5)
+    with pytest.raises(ValueError, match="keys"):
+        kernels.attention_weights_(torch.zeros(1, 1, kernels.MOST_KEYS + 16), torch.ones(1, 1).long(), 1, 1.0)

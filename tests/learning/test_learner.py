@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
 import tiny_models as tiny
 import torch
 
+from strop import kernels
 from strop.errors import BatchError
 from strop.learning import Batch, Component, EmbeddedLearner, Learner, Loss, make_loss
 
@@ -40,7 +42,12 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 
 @pytest.mark.parametrize("turns", [1, 3])
 @pytest.mark.parametrize("family", [*tiny.FUSED, *tiny.OTHERS])
-def test_gradients_are_those_of_plain_transformers(family, turns):
+@pytest.mark.parametrize("in_c", [True, False])
+def test_gradients_are_those_of_plain_transformers(family, turns, in_c, monkeypatch):
+    if not in_c:
+        if family not in tiny.FUSED:
+            pytest.skip("goes through PyTorch alone either way")
+        monkeypatch.setattr(kernels, "LIBRARY", Path("nowhere"))
     batch = tiny.batch(turns=turns)
     learner = EmbeddedLearner(tiny.policy(family), None)
     assert (learner.policy.decoder is not None) == (family in tiny.FUSED)

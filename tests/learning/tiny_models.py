@@ -25,6 +25,7 @@ FUSED = {
     "mistral": lambda: transformers.MistralConfig(**SIZES, sliding_window=None),
     "qwen2": lambda: transformers.Qwen2Config(**SIZES),
     "qwen3": lambda: transformers.Qwen3Config(**SIZES, head_dim=8),
+    "qwen3, one key head": lambda: transformers.Qwen3Config(**{**SIZES, "num_key_value_heads": 1}, head_dim=16),
 }
 #: Families that only their own forward can run; dropout in the configuration must not matter.
 OTHERS = {

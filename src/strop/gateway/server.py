@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import socket
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ _BACKLOG = 4096  # connections that wait to be accepted: thousands of agents sta
 _ACCEPTED = 32  # of them are accepted in one pass of the event loop
 _QUIET_SECONDS, _LONGEST_SECONDS = 5.0, 600.0  # between full garbage collections: at a quiet moment, and at the latest
 _YOUNG_SECONDS = 0.1  # between collections of what is new
+_GROWN = 10_000  # blocks of memory that are there since the last full collection, and were not before
 _NEVER = 1 << 30  # collections of the middle generation until a full one
 
 
@@ -148,17 +150,14 @@ async def unhurried_collection(idle: Callable[[], bool]) -> AsyncIterator[None]:
     gc.set_threshold(before[0], before[1], _NEVER)
 
     async def collect() -> None:
-        last = looked = time.monotonic()
+        last, blocks = time.monotonic(), sys.getallocatedblocks()
         while True:
             await asyncio.sleep(_YOUNG_SECONDS)
             gc.collect(1)
-            now = time.monotonic()
-            if now - looked < _QUIET_SECONDS:
-                continue
-            looked = now
-            if gc.get_count()[2] and (idle() or now - last > _LONGEST_SECONDS):
+            passed, grown = time.monotonic() - last, sys.getallocatedblocks() - blocks
+            if passed > _QUIET_SECONDS and grown > _GROWN and (idle() or passed > _LONGEST_SECONDS):
                 gc.collect()
-                last = looked = time.monotonic()
+                last, blocks = time.monotonic(), sys.getallocatedblocks()
 
     collecting = asyncio.create_task(collect())
     try:

@@ -4,7 +4,8 @@ norms, rotary positions and gates (elementwise.c), their backward passes (backwa
 through PyTorch, slower: decoding several times.
 
 What a token gives depends on its own inputs, and in attention on its row's keys and values up to its position: bit for
-bit, whatever the batch and the number of threads. All tensors of a call are bf16, or all fp32, and contiguous.
+bit, whatever the batch and the number of threads. The tensors of a call are all bf16 or all fp32, and contiguous, where
+nothing else is said.
 """
 
 from __future__ import annotations
@@ -196,8 +197,13 @@ def attention_weights_(scores: Tensor, seen: Tensor, queries: int, scale: float)
         seen: (pieces, queries) int64: how many keys a query sees, from the first on; at least 1.
         queries: of a piece.
         scale: of the scores.
+
+    Raises:
+        ValueError: too many keys.
     """
     pieces, length = len(scores), scores.shape[-1]
+    if length > MOST_KEYS:
+        raise ValueError(f"a query can see {MOST_KEYS} keys, not {length}")
     heads = scores.numel() // (pieces * queries * length)
     _call("attention_weights", scores, seen, pieces, heads, queries, length, scale)
 
@@ -207,7 +213,7 @@ def logsumexp(logits: Tensor, temperature: float) -> Tensor:
     import torch
 
     out = logits.new_empty(len(logits), dtype=torch.float32)
-    _call("logsumexp", logits, out, *logits.shape, 1 / temperature)
+    _call("logsumexp", logits, out, *logits.shape, temperature)
     return out
 
 
@@ -226,13 +232,18 @@ def softmax_slope_(
         temperature: T.
     """
     sums = slopes.new_empty(slopes.shape)
-    _call("softmax_slope", logits, normalisers, factors, starts, chosen, slopes, sums, *logits.shape, 1 / temperature)
+    _call("softmax_slope", logits, normalisers, factors, starts, chosen, slopes, sums, *logits.shape, temperature)
 
 
 def _call(name: str, first: Tensor, *arguments: Any) -> int:
     """Call a function of the library for the first tensor's dtype, with as many threads as PyTorch uses."""
     import torch
 
+    if first.dtype not in (torch.bfloat16, torch.float32):
+        raise TypeError(f"kernels take bf16 and fp32, not {first.dtype}")
+    tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
+    if not all(tensor.is_contiguous() for tensor in tensors):
+        raise ValueError(f"{name} was given a tensor that is not contiguous")
     pointers = (argument.data_ptr() if isinstance(argument, torch.Tensor) else argument for argument in arguments)
     function = _function(name, "bf16" if first.dtype == torch.bfloat16 else "fp32")
     return function(first.data_ptr(), *pointers, torch.get_num_threads())  # type: ignore[no-any-return]

@@ -44,12 +44,7 @@ enum { SEEN_MOST = 1 << 15 }; /* keys of a query, at most */
     VERSIONS static void rotate_token_##TYPE(const ELEMENT *x, const ELEMENT *cosine, const ELEMENT *sine,             \
                                              ELEMENT *out, int heads, long half, float sign) {                         \
         for (int h = 0; h < heads; h++, x += 2 * half, out += 2 * half)                                                \
-            for (long i = 0, left = half; i < half; i += LANES, left -= LANES) {                                       \
-                const vector first = some_##TYPE(x + i, left), second = some_##TYPE(x + half + i, left);               \
-                const vector c = some_##TYPE(cosine + i, left), s = some_##TYPE(sine + i, left) * sign;                \
-                put_##TYPE(out + i, round_##TYPE(first * c) - second * s, left);                                       \
-                put_##TYPE(out + half + i, round_##TYPE(second * c) + first * s, left);                                \
-            }                                                                                                          \
+            rotated_##TYPE(x, cosine, sine, out, half, sign);                                                          \
     }                                                                                                                  \
     /* In place: the first `seen` numbers become softmax(scale · x) over themselves, the others 0. */                  \
     VERSIONS static void seen_softmax_##TYPE(ELEMENT *x, long seen, long length, float scale) {                        \
@@ -116,6 +111,5 @@ enum { SEEN_MOST = 1 << 15 }; /* keys of a query, at most */
     }
 
 DEFINE(uint16_t, bf16)
-
 
 DEFINE(float, fp32)

@@ -21,15 +21,6 @@ enum { WIDEST = 256 };
             put_##TYPE(out + i, some_##TYPE(x + i, width - i) * scale * some_##TYPE(weight + i, width - i),            \
                        width - i);                                                                                     \
     }                                                                                                                  \
-    /* Rotary positions: the first half of x with the second. Su et al. 2021, arXiv:2104.09864, eq. 34. */             \
-    INLINE void rotate_##TYPE(const ELEMENT *x, const ELEMENT *cosine, const ELEMENT *sine, ELEMENT *out, long half) { \
-        for (long i = 0, left = half; i < half; i += LANES, left -= LANES) {                                           \
-            const vector first = some_##TYPE(x + i, left), second = some_##TYPE(x + half + i, left);                   \
-            const vector c = some_##TYPE(cosine + i, left), s = some_##TYPE(sine + i, left);                           \
-            put_##TYPE(out + i, round_##TYPE(first * c) - second * s, left);                                           \
-            put_##TYPE(out + half + i, round_##TYPE(second * c) + first * s, left);                                    \
-        }                                                                                                              \
-    }                                                                                                                  \
     VERSIONS static void residual_norm_token_##TYPE(ELEMENT *x, const ELEMENT *added, const ELEMENT *weight,           \
                                                     ELEMENT *out, long width, float epsilon) {                         \
         for (long i = 0; added && i < width; i += LANES)                                                               \
@@ -47,8 +38,8 @@ enum { WIDEST = 256 };
                 norm_##TYPE(qkv, weight, normed, width, epsilon);                                                      \
                 x = normed;                                                                                            \
             }                                                                                                          \
-            rotate_##TYPE(x, cosine, sine, h < heads ? queries + h * width : keys + (h - heads) * context * width,     \
-                          width / 2);                                                                                  \
+            rotated_##TYPE(x, cosine, sine, h < heads ? queries + h * width : keys + (h - heads) * context * width,    \
+                           width / 2, 1);                                                                              \
         }                                                                                                              \
         for (int h = 0; h < kv_heads; h++)                                                                             \
             memcpy(values + h * context * width, qkv + h * width, (size_t)width * sizeof *qkv);                        \

@@ -72,9 +72,10 @@ INLINE vector choose(integers condition, vector x, vector other) {
 
 INLINE vector larger(vector x, vector y) { return choose(negative(x - y), y, x); }
 
-/* exp for arguments of at most 0: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2] (Cephes' expf; error under 2 ulp). */
-INLINE vector exponential(vector x) {
-    x = larger(x, (vector){} - 87.0f);
+/* exp for arguments of at most 0; what is no number stays none. 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2] (Cephes' expf; error under 2 ulp). */
+INLINE vector exponential(vector given) {
+    const integers no_number = (integers)(0x7f800000 - ((words)given & 0x7fffffff)) >> 31;
+    const vector x = larger(given, (vector){} - 87.0f);
     vector scaled = x * 1.44269504088896341f - 0.5f;
     integers n = __builtin_convertvector(scaled, integers); /* towards 0: the nearest integer of x / ln 2, as x <= 0 */
     vector whole = __builtin_convertvector(n, vector);
@@ -85,7 +86,7 @@ INLINE vector exponential(vector x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
-    return p * (vector)((n + 127) << 23);
+    return choose(no_number, given, p * (vector)((n + 127) << 23));
 }
 
 /* x / (1 + exp(-x)). */
@@ -94,8 +95,8 @@ INLINE vector silu(vector x) {
     return choose(negative(x), x * e, x) / (1 + e);
 }
 
-/* Up to a vector of numbers, `left` of which are there: zeros follow the last ones. */
 #define PARTS(ELEMENT, TYPE)                                                                                           \
+    /* Up to a vector of numbers, `left` of which are there: zeros follow the last ones. */                            \
     INLINE vector some_##TYPE(const ELEMENT *from, long left) {                                                        \
         if (left >= LANES) return load_##TYPE(from);                                                                   \
         ELEMENT last[LANES] = {0};                                                                                     \
@@ -109,6 +110,17 @@ INLINE vector silu(vector x) {
             ELEMENT last[LANES];                                                                                       \
             store_##TYPE(last, v);                                                                                     \
             memcpy(to, last, (size_t)left * sizeof *to);                                                               \
+        }                                                                                                              \
+    }                                                                                                                  \
+    /* Rotary positions: the first half of x with the second; sign -1 turns back. Su et al. 2021, arXiv:2104.09864,    \
+     * eq. 34. */                                                                                                      \
+    INLINE void rotated_##TYPE(const ELEMENT *x, const ELEMENT *cosine, const ELEMENT *sine, ELEMENT *out, long half,  \
+                               float sign) {                                                                           \
+        for (long i = 0, left = half; i < half; i += LANES, left -= LANES) {                                           \
+            const vector first = some_##TYPE(x + i, left), second = some_##TYPE(x + half + i, left);                   \
+            const vector c = some_##TYPE(cosine + i, left), s = some_##TYPE(sine + i, left) * sign;                    \
+            put_##TYPE(out + i, round_##TYPE(first * c) - second * s, left);                                           \
+            put_##TYPE(out + half + i, round_##TYPE(second * c) + first * s, left);                                    \
         }                                                                                                              \
     }
 

@@ -16,6 +16,7 @@ from torch.autograd.function import Function, once_differentiable
 from torch.nn import functional
 
 from strop import kernels
+from strop.models.gates import gate, gate_slopes
 
 #: fp32 elements that an elementwise pass works on at once, so that its intermediate values stay in cache.
 IN_CACHE = 1 << 17
@@ -119,14 +120,14 @@ class GatedLinear(Function):
         """(n, out)."""
         ctx.save_for_backward(gate_up, weight)
         ctx.gradients = gradient, bias_gradient
-        return functional.linear(_gated(gate_up), weight, bias)
+        return functional.linear(gate(gate_up), weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         """Computes silu again."""
         gate_up, weight = ctx.saved_tensors
-        slopes, product = _gated_backward(gate_up, upstream @ weight)
+        slopes, product = gate_slopes(gate_up, upstream @ weight)
         _add_gradients(upstream, product, *ctx.gradients)
         return slopes, None, None, None, None
 
@@ -197,28 +198,8 @@ class RMSNorm(Function):
 
 def _norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     if kernels.computes(x):
-        return kernels.residual_norm(x.reshape(-1, x.shape[-1]), None, weight, epsilon).view(x.shape)
+        return kernels.residual_norm(x.reshape(-1, x.shape[-1]).contiguous(), None, weight, epsilon).view(x.shape)
     return functional.rms_norm(x, (x.shape[-1],), weight, epsilon)
-
-
-def _gated(gate_up: Tensor) -> Tensor:
-    if kernels.computes(gate_up):
-        return kernels.gated(gate_up)
-    gate, up = gate_up.chunk(2, dim=-1)
-    return functional.silu(gate).mul_(up)
-
-
-def _gated_backward(gate_up: Tensor, upstream: Tensor) -> tuple[Tensor, Tensor]:
-    """The slopes of `gate_up`, and what `_gated` gave. `upstream` may be written."""
-    if kernels.computes(gate_up):
-        return kernels.gated_backward(gate_up, upstream)
-    gate, up = gate_up.chunk(2, dim=-1)
-    slopes = torch.empty_like(gate_up)
-    d_gate, d_up = slopes.chunk(2, dim=-1)
-    silu = functional.silu(gate)
-    torch.mul(silu, upstream, out=d_up)
-    torch.ops.aten.silu_backward.grad_input(upstream.mul_(up), gate, grad_input=d_gate)
-    return slopes, silu.mul_(up)
 
 
 def _norm_backward(x: Tensor, weight: Tensor, epsilon: float, gradient: Tensor | None, upstream: Tensor) -> Tensor:
@@ -226,7 +207,7 @@ def _norm_backward(x: Tensor, weight: Tensor, epsilon: float, gradient: Tensor |
     shape, width = x.shape, x.shape[-1]
     x, upstream = x.reshape(-1, width), upstream.reshape(-1, width)
     if kernels.computes(x):
-        return kernels.norm_backward(x, upstream, weight, epsilon, gradient).view(shape)
+        return kernels.norm_backward(x.contiguous(), upstream, weight, epsilon, gradient).view(shape)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     scale = weight.float()
     for start in range(0, len(x), max(1, IN_CACHE // width)):

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
 from strop import kernels
-from strop.kernels import cached_attention, supports
 from strop.learning.prefix_tree import Ints, PrefixTree
 
 #: Queries in a piece: completions are short, and a piece holds no more than one.
@@ -37,17 +36,15 @@ class Bucket:
 
     Attributes:
         queries: (n · PIECE,) nodes; filled up with the number of nodes, a place that nothing is read from.
-        keys: (n · length,) nodes at positions 0, 1, … of each piece's branch; filled up with 0, which `bias` hides.
+        keys: (n · length,) nodes at positions 0, 1, … of each piece's branch; filled up with 0, which nobody sees.
         length: number of keys of each piece, whole blocks.
         seen: (n · PIECE,) how many keys each query sees, from the first on.
-        bias: (n, 1, 1, PIECE, length) fp32, 0 where a query sees a key and -inf elsewhere.
     """
 
     queries: Tensor
     keys: Tensor
     length: int
     seen: Tensor
-    bias: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,13 +114,11 @@ def _bucket(pieces: list[tuple[int, Ints]], length: int, nodes: int, device: tor
         queries[row, :count] = branch[first:]
         keys[row, : len(branch)] = branch
         positions[row, :count, 0] = np.arange(first, len(branch))
-    bias = np.where(np.arange(length) <= positions, np.float32(0), np.float32(-np.inf))[:, None, None]
     return Bucket(
         queries=torch.from_numpy(queries.reshape(-1)).to(device),
         keys=torch.from_numpy(keys.reshape(-1)).to(device),
         length=length,
         seen=torch.from_numpy(positions.reshape(-1) + 1).to(device),
-        bias=torch.from_numpy(bias).to(device),
     )
 
 
@@ -135,7 +130,7 @@ class TreeAttention(Function):
         """q (nodes, heads, head_dim); k, v (nodes, kv_heads, head_dim); gives (nodes, heads, head_dim)."""
         ctx.save_for_backward(q, k, v)
         ctx.plan, ctx.scale, ctx.kept = plan, scale, None
-        if q.device.type == "cpu" and supports(q.shape[1], k.shape[1], q.shape[2], plan.context):
+        if kernels.computes(q) and kernels.supports(q.shape[1], k.shape[1], q.shape[2], plan.context):
             return _in_c(plan, q, k, v, scale)
         out = torch.empty((plan.nodes + 1, *q.shape[1:]), dtype=q.dtype, device=q.device)
         kept = []
@@ -174,7 +169,7 @@ def _in_c(plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor, scale: float) ->
     """The forward pass through the sampler's kernel: every branch is a row of a cache."""
     keys, values = (x[plan.branches].view(-1, plan.context, *x.shape[1:]).transpose(1, 2).contiguous() for x in (k, v))
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    cached_attention(q, keys, values, plan.rows, plan.positions, scale, out)
+    kernels.cached_attention(q, keys, values, plan.rows, plan.positions, scale, out)
     return out
 
 
@@ -196,7 +191,8 @@ def _weights(queries: Tensor, keys: Tensor, bucket: Bucket, scale: float) -> Ten
         kernels.attention_weights_(scores, bucket.seen, PIECE, scale)
         return scores
     exact = scores.float().mul_(scale)
-    exact.view(*scores.shape[:2], -1, PIECE, scores.shape[-1]).add_(bucket.bias)
+    hidden = torch.arange(bucket.length, device=scores.device) >= bucket.seen.view(-1, 1, 1, PIECE, 1)
+    exact.view(*scores.shape[:2], -1, PIECE, bucket.length).masked_fill_(hidden, -torch.inf)
     return exact.softmax(-1).to(queries.dtype)
 
 

@@ -12,7 +12,7 @@ import sys
 from functools import cache
 
 # malloc.h of glibc.
-_TRIM_THRESHOLD, _MMAP_MAX = -1, -4
+_TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
 _HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # PyTorch reads it once, at its first allocation
 
 
@@ -20,8 +20,9 @@ _HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # PyTorch reads it once, at its first allo
 def keep_memory() -> None:
     """Set it so, once for this process; without effect where the C library isn't glibc.
 
-    Memory that was needed once stays with the process until it ends. Settings from outside stand: MALLOC_MMAP_MAX_ and
-    MALLOC_TRIM_THRESHOLD_ of glibc, THP_MEM_ALLOC_ENABLE of PyTorch.
+    Memory that was needed once stays with the process until it ends. Settings from outside stand: MALLOC_MMAP_MAX_,
+    MALLOC_TRIM_THRESHOLD_ and MALLOC_ARENA_MAX of glibc, THP_MEM_ALLOC_ENABLE of PyTorch. Large pages come only if
+    PyTorch has allocated nothing before.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -31,6 +32,7 @@ def keep_memory() -> None:
     for name, parameter, value in (
         ("MALLOC_MMAP_MAX_", _MMAP_MAX, 0),
         ("MALLOC_TRIM_THRESHOLD_", _TRIM_THRESHOLD, -1),
+        ("MALLOC_ARENA_MAX", _ARENA_MAX, 1),  # a thread's own arena can't hold large blocks
     ):
         if name not in os.environ:
             mallopt(parameter, value)

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import Function, once_differentiable
-from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from strop.errors import ModelError
+from strop.models.gates import gate, gate_slopes
 from strop.models.passes import ask, current
 
 #: Under this name transformers finds `grouped_experts`.
@@ -381,17 +381,10 @@ class _Gated(Function):
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
         """(rows, 2 · width) to (rows, width)."""
         ctx.save_for_backward(gate_up)
-        gate, up = gate_up.chunk(2, dim=-1)
-        return functional.silu(gate).mul_(up)
+        return gate(gate_up)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> Tensor:
         """Computes silu again."""
-        (gate_up,) = ctx.saved_tensors
-        gate, up = gate_up.chunk(2, dim=-1)
-        out = torch.empty_like(gate_up)
-        d_gate, d_up = out.chunk(2, dim=-1)
-        torch.mul(functional.silu(gate), upstream, out=d_up)
-        torch.ops.aten.silu_backward.grad_input(upstream * up, gate, grad_input=d_gate)
-        return out
+        return gate_slopes(ctx.saved_tensors[0], upstream)[0]
