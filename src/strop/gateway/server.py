@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 _BACKLOG = 4096  # connections that wait to be accepted: thousands of agents start at once
 _ACCEPTED = 32  # of them are accepted in one pass of the event loop
-_QUIET_SECONDS, _LONGEST_SECONDS = 5.0, 600.0  # between full garbage collections: at a quiet moment, and at the latest
+_QUIET_SECONDS = 1.0  # that nobody waits for anything before a full garbage collection,
+_LONGEST_SECONDS = 600.0  # and the time after which there is one all the same
 _YOUNG_SECONDS = 0.1  # between collections of what is new
 _GROWN = 10_000  # blocks of memory that are there since the last full collection, and were not before
 _NEVER = 1 << 30  # collections of the middle generation until a full one
@@ -150,12 +151,15 @@ async def unhurried_collection(idle: Callable[[], bool]) -> AsyncIterator[None]:
     gc.set_threshold(before[0], before[1], _NEVER)
 
     async def collect() -> None:
-        last, blocks = time.monotonic(), sys.getallocatedblocks()
+        last = waited = time.monotonic()
+        blocks = sys.getallocatedblocks()
         while True:
             await asyncio.sleep(_YOUNG_SECONDS)
             gc.collect(1)
-            passed, grown = time.monotonic() - last, sys.getallocatedblocks() - blocks
-            if passed > _QUIET_SECONDS and grown > _GROWN and (idle() or passed > _LONGEST_SECONDS):
+            now = time.monotonic()
+            waited = waited if idle() else now
+            due = now - waited > _QUIET_SECONDS or now - last > _LONGEST_SECONDS
+            if due and sys.getallocatedblocks() - blocks > _GROWN:
                 gc.collect()
                 last, blocks = time.monotonic(), sys.getallocatedblocks()
 
