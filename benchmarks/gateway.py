@@ -6,8 +6,8 @@ of this file, and shares the process, so that its time is counted too), and in p
 the whole process for a rollout, median over rounds that take turns. All texts are new in every rollout.
 
 Then thousands of streams at once from another process, over a model that takes seconds: calls lost, the longest time
-that the server's event loop stood still while the clients' process ran (and the longest that it worked meanwhile: the rest
-is other processes'), and resident memory from the second round to the last.
+that the server's event loop stood still while the clients' process ran (and the longest that it worked meanwhile: the
+rest is other processes'), and resident memory from the second round to the last.
 
     python benchmarks/gateway.py --tokenizer FOLDER [--rounds 5] [--rollouts 200] [--streams 2000]
 """

@@ -50,6 +50,7 @@ async def test_a_gateway_that_is_never_idle_collects_all_the_same(monkeypatch: p
         del node
         gc.collect(1)
         await asyncio.wait_for(freed.wait(), 20)
+        assert gc.get_threshold()[2] > 10**6  # not by Python's own full collection
 
 
 async def test_what_is_new_is_collected_however_little_python_counts() -> None:
@@ -62,6 +63,7 @@ async def test_what_is_new_is_collected_however_little_python_counts() -> None:
             weakref.finalize(node, freed.set)
             del node
             await asyncio.wait_for(freed.wait(), 20)
+            assert gc.get_threshold()[0] == 10**9  # not by Python's own collection
     finally:
         gc.set_threshold(*before)
 

@@ -169,5 +169,7 @@ def test_what_the_kernels_cannot_read_is_refused():
         kernels.gated(torch.zeros(2, 4, dtype=torch.float16))
     with pytest.raises(ValueError, match="contiguous"):
         kernels.residual_norm(torch.zeros(2, 16), torch.zeros(16, 2).T, torch.zeros(16), 1e-5)
+    with pytest.raises(ValueError, match="contiguous"):
+        kernels.gated(torch.zeros(4, 2).T)
     with pytest.raises(ValueError, match="keys"):
         kernels.attention_weights_(torch.zeros(1, 1, kernels.MOST_KEYS + 16), torch.ones(1, 1).long(), 1, 1.0)

@@ -39,6 +39,8 @@ _ARGUMENTS = {
 }
 #: Functions that say whether they had the memory.
 _RETURNING = ("attention", "norm_backward")
+#: Functions whose first tensor's tokens may be further apart.
+_APART = ("attention", "rotate")
 
 
 def built() -> bool:
@@ -241,7 +243,8 @@ def _call(name: str, first: Tensor, *arguments: Any) -> int:
 
     if first.dtype not in (torch.bfloat16, torch.float32):
         raise TypeError(f"kernels take bf16 and fp32, not {first.dtype}")
-    tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
+    whole = arguments if name in _APART else (first, *arguments)
+    tensors = [argument for argument in whole if isinstance(argument, torch.Tensor)]
     if not all(tensor.is_contiguous() for tensor in tensors):
         raise ValueError(f"{name} was given a tensor that is not contiguous")
     pointers = (argument.data_ptr() if isinstance(argument, torch.Tensor) else argument for argument in arguments)

@@ -7,7 +7,7 @@
 
 #include "vectors.h"
 
-enum { BLOCK = 64 };         /* tokens whose share of a weight's gradient is summed up together */
+enum { BLOCK = 64 };          /* tokens whose share of a weight's gradient is summed up together */
 enum { SEEN_MOST = 1 << 15 }; /* keys of a query, at most */
 
 #define DEFINE(ELEMENT, TYPE)                                                                                          \
@@ -34,7 +34,7 @@ enum { SEEN_MOST = 1 << 15 }; /* keys of a query, at most */
             const vector g = some_##TYPE(gate + i, left), u = some_##TYPE(up + i, left);                               \
             const vector dy = some_##TYPE(upstream + i, left), one = (vector){} + 1;                                   \
             const vector e = exponential((vector)((words)g | 0x80000000)), s = silu(g);                                \
-            const vector sigmoid = choose(negative(g), e, one) / (1 + e);                                   \
+            const vector sigmoid = choose(negative(g), e, one) / (1 + e);                                              \
             const vector other = choose(negative(g), one, e) / (1 + e); /* 1 - sigmoid */                              \
             put_##TYPE(product + i, round_##TYPE(s) * u, left); /* as the forward pass rounds it */                    \
             put_##TYPE(d_up + i, s * dy, left);                                                                        \
@@ -103,7 +103,7 @@ enum { SEEN_MOST = 1 << 15 }; /* keys of a query, at most */
     }                                                                                                                  \
     /* Weights of attention, in place. scores: (pieces, heads, queries, length), length a multiple of LANES;           \
      * seen: (pieces, queries), how many of the keys each query sees, from the first on. */                            \
-    void attention_weights_##TYPE(ELEMENT *scores, const int64_t *seen, long pieces, long heads, long queries,          \
+    void attention_weights_##TYPE(ELEMENT *scores, const int64_t *seen, long pieces, long heads, long queries,         \
                                  long length, float scale, int threads) {                                              \
         const long tokens = pieces * heads * queries, width = length;                                                  \
         FOR_TOKENS seen_softmax_##TYPE(scores + t * length, seen[t / (heads * queries) * queries + t % queries],       \

@@ -22,9 +22,9 @@ _HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # PyTorch reads it once, at its first allo
 def keep_memory() -> None:
     """Set it so, once for this process; without effect where the C library isn't glibc.
 
-    Memory that was needed once in smaller blocks stays with the process until it ends. Settings from outside stand: MALLOC_MMAP_THRESHOLD_,
-    MALLOC_TRIM_THRESHOLD_ and MALLOC_ARENA_MAX of glibc, THP_MEM_ALLOC_ENABLE of PyTorch. Large pages come only if
-    PyTorch has allocated nothing before.
+    Memory that was needed once in smaller blocks stays with the process until it ends. Settings from outside stand:
+    MALLOC_MMAP_THRESHOLD_, MALLOC_TRIM_THRESHOLD_ and MALLOC_ARENA_MAX of glibc, THP_MEM_ALLOC_ENABLE of PyTorch. Large
+    pages come only if PyTorch has allocated nothing before.
     """
     if not sys.platform.startswith("linux"):
         return
