@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from random_clients import Client, RandomSampler, ambiguous_tokenizer
 
@@ -144,7 +144,17 @@ def _says_the_same(rollout: Rollout, one: int, other: int) -> bool:
 
 
 def _visible(tokens: list[int]) -> str:
-    return TOKENIZER.decode([token for token in tokens if token > 2]).strip()
+    """What a client can tell of a reply; it is told a call that was not closed as one that was."""
+    text = TOKENIZER.decode([token for token in tokens if token > 2]).strip()
+    return text + "</tool_call>" * (text.count("<tool_call>") - text.count("</tool_call>"))
+
+
+#: Two replies of the same three differ in whether an empty call was closed, and the client answers one of them.
+CLOSED_OR_NOT = (
+    [("chat", "", False)],
+    [(name, 0, "") for name in ["go on", "go on", "back", "go on", "go on", "back", "back", "several", "go on"]],
+    584,
+)
 
 
 def play(threads: list[Any], operations: list[Any], seed: int) -> None:
@@ -159,6 +169,7 @@ def play(threads: list[Any], operations: list[Any], seed: int) -> None:
 
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(conversations)
+@example(CLOSED_OR_NOT)
 def test_trained_tokens_are_sampled_tokens(conversation: Any) -> None:
     play(*conversation)
 
